@@ -78,6 +78,24 @@ def read_bytes(path: str | Path) -> bytes:
         return file.read()
 
 
+def is_stream(path: str | Path) -> bool:
+    """Whether a path that a user named is not there for a second command: a pipe of the shell, /dev/stdin."""
+    return not os.path.isfile(path) or os.path.abspath(path).startswith(("/dev/", "/proc/"))
+
+
+def read_stream(path: str | Path, max_bytes: int) -> bytes:
+    """Return the bytes of a regular file, or of a pipe that is open already, once. Raises OSError for more than that.
+
+    Such a pipe is `<(command)` of a shell or /dev/stdin; a named pipe, which waits for a writer, is refused.
+    """
+    refuse_named_pipe(path)
+    with open(path, "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes // 1024} KiB", str(path))
+    return content
+
+
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict", max_bytes: int | None = None) -> str:
     """Return the text of a regular file, with \\n as its line ends. Raises OSError, UnicodeDecodeError."""
     with io.TextIOWrapper(open_file(path), encoding, errors) as file:

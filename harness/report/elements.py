@@ -125,6 +125,9 @@ class TableColumn(Struct, frozen=True):
         return CellText(f"{cell.value}{LIMITED}", cell.more, cell.kind)
 
 
+MAX_WORD = 60  # characters that a page does not break
+
+
 class Grid(Struct, frozen=True, kw_only=True):
     """A table of texts."""
 
@@ -140,6 +143,11 @@ class Grid(Struct, frozen=True, kw_only=True):
     def is_main(self) -> bool:
         """Whether a page shows it as its main table: with a line below each row, and as cards on a phone."""
         return any(column.group in ("latency", "verdict") for column in self.columns)
+
+    @property
+    def has_long_words(self) -> bool:
+        """Whether a word is so long that a page must break it, such as an image with its registry and digest."""
+        return any(len(word) > MAX_WORD for row in self.rows for text in row for word in text.split())
 
 
 class Fold(Struct, frozen=True):

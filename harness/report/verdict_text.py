@@ -120,9 +120,12 @@ SEEN = 0.005  # a difference within the margin that is worth a word
 DECIDED = ("no_slowdown", "slower")  # gates that nothing needs to settle
 
 
-def format_change(ratio: float) -> str:
-    """A ratio of speeds as a change: "29 % slower", "6 % faster", from a factor of 2 on "2.40x slower"."""
-    if max(ratio, _invert(ratio)) >= 2:
+def format_change(ratio: float, *bounds: float | None) -> str:
+    """A ratio of speeds as a change: "29 % slower", "6 % faster", from a factor of 2 on "2.40x slower".
+
+    `bounds`: those of its interval, which is printed next to it, in the same unit.
+    """
+    if max(max(size, _invert(size)) for size in (ratio, *bounds) if size is not None) >= 2:
         return format_speedup(ratio)
     share, word = (_invert(ratio) - 1, "slower") if ratio < 1 else (ratio - 1, "faster")
     return f"{_short_share(share)} % {word}"
@@ -136,7 +139,8 @@ def describe_change(verdict: Verdict, *, interval: bool = True) -> str:
     notes = [size] if interval else []
     notes += [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
     about = "about " if None in (low, high) else ""
-    text = f"{about}{format_change(verdict.ratio or 1.0)} than {verdict.baseline} by {METRICS[verdict.metric].title}"
+    change = format_change(verdict.ratio or 1.0, *((low, high) if interval else ()))
+    text = f"{about}{change} than {verdict.baseline} by {METRICS[verdict.metric].title}"
     return f"{text} ({', '.join(notes)})" if notes else text
 
 
@@ -156,7 +160,7 @@ def format_range(low: float | None, high: float | None) -> str:
             return f"at least {format_change(high)}"
         return f"at least {format_change(low)}" if low is not None and low > 1 else "interval not known"
     if low < 1 <= high:
-        return f"between {format_change(low)} and {format_change(high)}"
+        return f"between {format_change(low, high)} and {format_change(high, low)}"
     return f"{interval_sizes(low, high)} {'slower' if high < 1 else 'faster'}"
 
 
@@ -187,7 +191,7 @@ def gate_answer(verdict: Verdict) -> str:
     if verdict.refused is not None:
         return f"Cannot tell: {verdict.side}: {sentence(verdict.refused)}."
     seen, limit = format_range(*shown_bounds(verdict)), f"{limit_text(verdict.tolerance or 0.0)} or more"
-    change = format_change(verdict.ratio or 1.0)
+    change = format_change(verdict.ratio or 1.0, *shown_bounds(verdict))
     than = f" than {verdict.baseline} by {METRICS[verdict.metric].title}"
     if verdict.gate == "no_slowdown":
         return f"No slowdown of {limit}: {verdict.side} is {seen}{than}."

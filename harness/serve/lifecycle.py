@@ -62,10 +62,9 @@ from harness.serve.lemonade import (
 )
 from harness.serve.probe import PhaseTimer, Post, StartupWatch
 from harness.serve.security import collect_secrets, make_access_notes, require_consent
-from harness.serve.template import write_compose_file
+from harness.serve.template import COMPILE_CACHE, process_words, write_compose_file
 from harness.workload.job import read_api_key
 
-COMPILE_CACHE = "--compile-cache"  # of the embedded engine
 _FIRST_REPORT_S, _REPORT_EVERY_S = 5.0, 60.0  # of a wait
 _CHECK_INTERVAL_S = 2.0  # of a server that already ran
 MAX_MISSES, _RETRY_INTERVAL_S = 3, 0.3  # a full listen queue can refuse one connection of a server that lives
@@ -269,9 +268,8 @@ def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
             f"(ss -ltnp 'sport = :{port}'); `harness clean` removes leftovers of earlier runs.",
         )
     service = compose_file.fill_variables(start.compose, os.environ).server
-    command = [sys.executable, *replace_value((service.command or [])[1:], "--host", "127.0.0.1")]
+    command = [sys.executable, *replace_value(process_words(service)[1:], "--host", "127.0.0.1")]
     compiled = None if start.server.caches is None else process_folder(start.run_folder, start.server, start.owner)
-    command = without_options(command, COMPILE_CACHE)
     command += [] if compiled is None else [COMPILE_CACHE, str(compiled)]
     before = None if compiled is None else size_of_folder(compiled)
     # For the manifest, without the address.

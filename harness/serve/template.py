@@ -24,7 +24,7 @@ from harness.base.errors import HarnessError, Problem, ScenarioError, did_you_me
 from harness.base.files import COMPOSE, dump_yaml, inline_yaml, own_yaml, read_text
 from harness.base.process import free_port
 from harness.engines import engines, find_template
-from harness.engines.flags import engine_words, words_of
+from harness.engines.flags import engine_words, without_options, words_of
 from harness.machine.gpus import choose_cpu_dtype, find_device_groups
 from harness.scenario import Gateway, Scenario, Server
 from harness.serve import compose_file
@@ -283,6 +283,14 @@ def quote_yaml(value: Any) -> Quoted:
     return Quoted(inline_yaml(value))
 
 
+COMPILE_CACHE = "--compile-cache"  # of the embedded engine
+
+
+def process_words(service: Service) -> list[str]:
+    """Return the command line of a server that runs as a process; where it keeps what it compiles is the run's."""
+    return without_options(service.command or [], COMPILE_CACHE)
+
+
 class PreparedServer(Struct, frozen=True, kw_only=True):
     """A server of a scenario, rendered and parsed once for all checks and for the start."""
 
@@ -308,6 +316,17 @@ class PreparedServer(Struct, frozen=True, kw_only=True):
         if template is not None and template.arguments is not None:
             return words_of(self.server.variables.get(template.arguments))
         return engine_words(self.service.command or [])
+
+    @property
+    def start_key(self) -> bytes:
+        """What a start is made of: equal for two servers that start the same.
+
+        A process has only the command line and the environment of its service, and takes a free port at each start.
+        """
+        if self.server.container:
+            return msgspec.json.encode(self.file, order="deterministic")
+        words = without_options(process_words(self.service), "--host", "--port")
+        return msgspec.json.encode([words, self.service.environment], order="deterministic")
 
     @property
     def front(self) -> str:

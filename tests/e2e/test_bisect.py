@@ -43,6 +43,8 @@ def test_a_killed_search_goes_on_and_finds_the_step(tmp_path: Path) -> None:
         command.end()
     folder, killed = only_run(tmp_path / "runs"), record_of(tmp_path)
     assert killed is not None and killed.ended is None
+    unfinished = harness("report", folder.name, "--runs", "runs", cwd=tmp_path)
+    assert unfinished.code == 5 and "planned" not in unfinished.out and "search on" in unfinished.out, unfinished.out
     refused = harness("run", "--resume", folder.name, "--runs", "runs", cwd=tmp_path)
     assert refused.code == 1 and "harness bisect --resume" in refused.err
     done = harness("bisect", "--resume", "last", "--runs", "runs", "--json", cwd=tmp_path)
@@ -56,7 +58,8 @@ def test_a_killed_search_goes_on_and_finds_the_step(tmp_path: Path) -> None:
     assert set(run.ran) == {cell for start in ended.starts for cell in start.cells} and len(run.resumed) == 1
     shown = harness("report", folder.name, "--runs", "runs", cwd=tmp_path)
     assert shown.code == 0 and "0.0005" in shown.out and "To go on" in shown.out
-    assert "The entries of the list" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert "The entries of the list" in page and "What differs between the servers" not in page
     assert harness("bisect", "--resume", folder.name, "--runs", "runs", cwd=tmp_path).code == 0, (
         "there is nothing to do"
     )
@@ -84,7 +87,7 @@ def test_a_build_that_fails_is_skipped_with_its_last_lines(tmp_path: Path) -> No
 
 def test_an_end_that_does_not_start_exits_with_its_code(tmp_path: Path) -> None:
     done = bisect(tmp_path, "--values=--fail-start=none,other", servers={"one": server()})
-    assert done.code == 2 and "No answer" in done.out, done.out + done.err
+    assert done.code == 2 and "The good entry" in done.out, done.out + done.err
     shown = harness("report", only_run(tmp_path / "runs").name, "--runs", "runs", cwd=tmp_path)
     assert shown.code == 2, shown.out
 
@@ -102,6 +105,7 @@ def test_a_spent_budget_and_an_interrupt_give_the_answer_so_far(tmp_path: Path) 
         command.interrupt()
         ended = command.end()
     assert ended.code == 130 and "harness bisect --resume" in ended.out and "The entries" in ended.out, ended.out
+    assert harness("report", folder, "--runs", "runs", cwd=tmp_path).code == 5
 
 
 def test_mistakes_are_explained_before_a_start(tmp_path: Path) -> None:
@@ -112,6 +116,8 @@ def test_mistakes_are_explained_before_a_start(tmp_path: Path) -> None:
         (["--images", "none.txt"], "none.txt"),
         (["--values", "colour=1,2"], "colour"),
         (["--values", "max_num_seqs=0,2"], "max_num_seqs 0"),
+        (["--images", "images.txt"], "image has no effect with container: false"),
+        (["--values", "cpus=0.05,0.1"], "cpus has no effect with container: false"),
         (["--values", "max_num_seqs=4,2", "--good", "3"], "--good"),
         (["--values", "max_num_seqs=4,2", "--build", "make"], "--build"),
         (["--values", "max_num_seqs=4,2", "--for", "fun"], "--for"),

@@ -144,7 +144,7 @@ def bisected(record: BisectRecord, summary: Summary, run: Run, folder: str = "")
     ends = None
     if verdict is not None and verdict.ratio and verdict.low and verdict.high:
         ends = Change(low_entry=0, high_entry=last, ratio=verdict.ratio, low=verdict.low, high=verdict.high)
-    change = _change(levels, step.low, step.high) if step.is_proven else None
+    change = _change(levels, step.low, step.high, ends) if step.is_proven else None
     report = BisectReport(
         question=question,
         word=None if verdict is None else verdict.word,
@@ -152,8 +152,8 @@ def bisected(record: BisectRecord, summary: Summary, run: Run, folder: str = "")
         stopped=record.ended,
         ends=ends,
         change=change,
-        levels=_entry_levels(record, summary, starts, step, levels),
-        starts=len(starts),
+        levels=_entry_levels(record, summary, starts, step, levels, ends),
+        starts=sum(trial.has_server for trial in record.starts),
         spent_s=record.spent_s,
         simulated=summary.simulated,
         late=_late(summary.cells, question.metric),
@@ -198,7 +198,10 @@ def _with_causes(
     return replace(report, part=part, rest=rest, times=times, cause=main, differences=server_differences(run, names))
 
 
-def _change(levels: StartLevels | None, low: int, high: int) -> Change | None:
+def _change(levels: StartLevels | None, low: int, high: int, ends: Change | None = None) -> Change | None:
+    """How two entries differ by all starts; the ends of the list by their verdict."""
+    if ends is not None and (low, high) == (ends.low_entry, ends.high_entry):
+        return ends
     effect: Effect | None = None if levels is None else levels.difference(high, low)
     if effect is None:
         return None
@@ -207,7 +210,12 @@ def _change(levels: StartLevels | None, low: int, high: int) -> Change | None:
 
 
 def _entry_levels(
-    record: BisectRecord, summary: Summary, starts: Sequence[BisectStart], step: BisectStep, levels: StartLevels | None
+    record: BisectRecord,
+    summary: Summary,
+    starts: Sequence[BisectStart],
+    step: BisectStep,
+    levels: StartLevels | None,
+    ends: Change | None,
 ) -> list[EntryLevel]:
     """What is known of each entry, in the order of the list."""
     values, shorts = record.question.values, short_names(record.question.values)
@@ -215,14 +223,13 @@ def _entry_levels(
     one_load = len({cell.load for cell in summary.cells}) == 1
     entries = []
     for entry, (value, server) in enumerate(zip(values, server_names(values), strict=True)):
-        facts: dict[str, Any] = {"starts": sum(start.entry == entry for start in starts)}
+        facts: dict[str, Any] = {"starts": sum(own.entry == entry and own.has_server for own in record.starts)}
         if levels is not None and entry in levels.entries:
             if one_load:
                 facts["value"] = _in_unit(levels.level(entry), record.question.metric)
-            effect = levels.difference(entry, 0) if 0 in levels.entries else None
-            if effect is not None:
-                bounds = effect.interval()
-                facts |= {"ratio": effect.ratio, "low": bounds[0], "high": bounds[1]}
+            change = _change(levels, 0, entry, ends) if 0 in levels.entries else None
+            if change is not None:
+                facts |= {"ratio": change.ratio, "low": change.low, "high": change.high}
         if entry in skipped:
             facts |= {"side": "skipped", "failed": _why_skipped(record, summary, entry)}
         elif step.is_proven and (entry <= step.low or entry >= step.high):

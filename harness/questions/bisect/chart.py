@@ -2,10 +2,12 @@
 
 from harness.base.units import factor
 from harness.questions.bisect.bisected import BisectReport, EntryLevel
+from harness.questions.bisect.entry_list import cut_middle
 from harness.report.charts import NAME, Chart, Figure, escape_markup, scatter
 
 _HUES = {"good": "@s3", "bad": "@s2", "": "@muted"}
 _SYMBOLS = {"good": "circle", "bad": "diamond", "": "square"}
+MAX_LABEL = 20  # characters
 _NAMES = {"good": "good side", "bad": "bad side", "": "not told"}
 
 
@@ -21,13 +23,17 @@ def levels_chart(report: BisectReport) -> Chart:
                     "line": {"color": "@muted", "width": 1.5, "dash": "dot"}}  # fmt: skip
     every = max(1, len(report.levels) // 16)
     ticks = [level for level in report.levels if level.entry % every == 0]
+    good = escape_markup(cut_middle(report.levels[0].short, MAX_LABEL))
     layout: Figure = {
         "xaxis": {
             "title": {"text": report.question.variable},
             "tickvals": [level.entry + 1 for level in ticks],
-            "ticktext": [escape_markup(level.short[-20:]) for level in ticks],
+            "ticktext": [escape_markup(cut_middle(level.short, MAX_LABEL)) for level in ticks],
         },
-        "yaxis": {"title": {"text": f"speed, times {escape_markup(report.levels[0].short)}"}, "rangemode": "tozero"},
+        "yaxis": {
+            "title": {"text": f"speed, times {good}"},
+            "rangemode": "tozero",
+        },
         "shapes": [rule],
         "showlegend": len(data) > 1,
     }

@@ -63,6 +63,7 @@ def bisect(
     that does not start is skipped. Exit code 0: the pair is found, or there is no change. 2: an end does not start. 3:
     an end gives no result. 5: not known: no change is shown, or the narrowest proven range has more entries.
     """
+    from harness.base.files import is_stream
     from harness.base.units import read_duration
     from harness.questions.bisect import search as searching
     from harness.run.running_server import prepare_for
@@ -80,7 +81,7 @@ def bisect(
         experiment, question = searching.define_bisect(
             prepare_for(scenario, None, model, progress.line), _as_given(scenario), entries,
             load=load, server=server, metric=metric, budget_s=budget_s or DEFAULT_BUDGET_S,
-            images=None if images is None else str(images), build=build, model=model,
+            images=None if images is None or is_stream(images) else str(images), build=build, model=model,
         )  # fmt: skip
         started: list[Path] = []
         with _answer_when_interrupted(lambda: started[-1] if started else None, as_json=as_json):

@@ -1,6 +1,5 @@
 """The entries of a bisection: images of a file or values of a variable, which of them are good and bad, their names."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +9,16 @@ import msgspec
 from msgspec import Struct
 
 from harness.base.errors import HarnessError, did_you_mean, reason_of
-from harness.base.files import DOCS, read_text
+from harness.base.files import DOCS, read_stream
 from harness.scenario.sweep import FLAG
 
 IMAGE = "image"  # the variable of every template that has its image
 MAX_ENTRIES = 1000
 MAX_LINE = 500  # characters of an entry
+MAX_SHORT = 40  # characters of an entry in a sentence
 MAX_BYTES = 2**20  # of a file with images
 _WORD = "Write one image a line, the oldest first; lines that begin with # are comments."
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")  # all characters of a reference of an image
 
 
 class EntryList(Struct, frozen=True, kw_only=True):
@@ -28,9 +29,9 @@ class EntryList(Struct, frozen=True, kw_only=True):
 
 
 def read_images(path: Path) -> list[str]:
-    """Read a file with one image a line. Raises HarnessError."""
+    """Read a file, or a pipe such as `<(command)`, with one image a line. Raises HarnessError."""
     try:
-        text = read_text(path, max_bytes=MAX_BYTES)
+        text = read_stream(path, MAX_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise HarnessError(f"--images: {path} is not text in UTF-8", next_step=_WORD) from None
     except OSError as error:
@@ -40,7 +41,7 @@ def read_images(path: Path) -> list[str]:
         image = re.sub(r"(?:^|\s)#.*", "", line).strip()
         if not image:
             continue
-        if re.search(r"\s", image) or not image.isprintable() or image.startswith("-") or len(image) > MAX_LINE:
+        if not _IMAGE.fullmatch(image) or len(image) > MAX_LINE:
             shown = image[:80].encode("unicode_escape").decode()
             raise HarnessError(f"--images: {path}, line {number}: '{shown}' is no image", next_step=_WORD)
         images.append(image)
@@ -101,21 +102,36 @@ def _place(option: str, given: str | None, texts: Sequence[str], default: int) -
     return texts.index(given)
 
 
+def literal_setting(value: Any) -> Any:
+    """An entry as the value of a variable: what a Compose file would replace from the environment stays as it is."""
+    return value.replace("$", "$$") if isinstance(value, str) else value
+
+
 def entry_text(value: Any) -> str:
     """An entry as it is written on the command line and in a file."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def short_names(values: Sequence[Any]) -> list[str]:
-    """The entries without the repository that all of them have: "b6123" of "ghcr.io/ggml-org/llama.cpp:b6123"."""
+    """The ends of the entries that tell them apart: "llama.cpp:b6123" of "ghcr.io/ggml-org/llama.cpp:b6123"."""
     texts = [entry_text(value) for value in values]
-    common = os.path.commonprefix(texts)
-    cut = max(common.rfind(mark) for mark in ("/", ":")) + 1
-    return [text[cut:] or text for text in texts]
+    parts = [re.sub(r"(@sha256:[0-9a-f]{12})[0-9a-f]+$", r"\1", text).split("/") for text in texts]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        short = [cut_middle(name, MAX_SHORT) for name in names]
+        if all(names) and len(set(names)) == len(names):
+            return short if len(set(short)) == len(short) else names
+    return texts
+
+
+def cut_middle(text: str, max_chars: int) -> str:
+    """A text with an ellipsis for its middle, if it is longer than that. Most of it is the end, which differs."""
+    first = max_chars // 3
+    return text if len(text) <= max_chars else f"{text[:first]}…{text[first + 1 - max_chars :]}"
 
 
 def server_names(values: Sequence[Any]) -> list[str]:
-    """A name of a server for each entry, in their order: "03-b6123"."""
+    """A name of a server for each entry, in their order: "03-llama-cpp-b6123"."""
     digits = len(str(len(values)))
     plain = [re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") for name in short_names(values)]
     return [f"{place:0{digits}d}-{name[-24:].strip('-') or 'entry'}" for place, name in enumerate(plain, 1)]

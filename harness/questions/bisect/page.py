@@ -5,13 +5,14 @@ from pathlib import Path
 
 from harness.base.command_line import command_line
 from harness.base.metrics import METRICS
-from harness.base.reason import sentence
+from harness.base.reason import Reason, sentence
 from harness.base.units import NOTHING, count, duration, seconds, short_percent
 from harness.numbers.comparison import MARGIN
 from harness.numbers.time_change import Part
 from harness.questions.bisect.bisected import BisectReport, Change, EntryLevel
 from harness.questions.bisect.chart import levels_chart
-from harness.questions.bisect.record import resume_command
+from harness.questions.bisect.entry_list import IMAGE
+from harness.questions.bisect.record import DEFAULT_RUNS, PULL, resume_command
 from harness.report import words
 from harness.report.elements import Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn, pasted_parts
 from harness.report.sections import simulated_note
@@ -21,7 +22,7 @@ CAUSES: dict[Part, str] = {
     "queue": "queueing",
     "prefill": "prefill",
     "decode": "decode",
-    "api": "the time around the engine",
+    "api": "the time outside the engine",
     "tokens": "the number of tokens",
     "first_token": "the time to the first token",
 }
@@ -32,8 +33,13 @@ _EXTRA = 1.2  # of the time that a search needs, for the budget that is suggeste
 
 def bisect_question(report: BisectReport) -> str:
     """The question as a title."""
-    thing = "image" if report.question.variable == "image" else f"value of {report.question.variable}"
-    return f"Which {thing} made {report.question.server} slower?"
+    thing = "image" if report.question.variable == IMAGE else f"value of {report.question.variable}"
+    word = report.word
+    if report.change is not None:
+        word = "slower" if report.change.ratio < 1 else "faster"
+    if word in ("slower", "faster"):
+        return f"Which {thing} made {report.question.server} {word}?"
+    return f"Which {thing} changed the speed of {report.question.server}?"
 
 
 def answer_line(report: BisectReport) -> str:
@@ -42,17 +48,40 @@ def answer_line(report: BisectReport) -> str:
     if change is not None:
         return _change_line(report, change)
     if report.ended == "end_failed":
-        missing = [level for level in (report.levels[0], report.levels[-1]) if level.ratio is None]
-        level = next((level for level in missing if level.failed is not None), None)
-        if level is not None and level.failed is not None:
-            return f"No answer: {level.short} gives no result: {sentence(level.failed)}"
-        return "No answer: an entry that is needed gives no result"
+        return _failed_line(report)
     if report.ends is None:
         return "No answer yet: too few starts of the good and the bad entry"
     seen = format_range(report.ends.low, report.ends.high)
     if report.word == "same":
         return f"No change of {short_percent(MARGIN)} or more: {seen}"
     return f"No change shown: {seen}"
+
+
+def _failed_line(report: BisectReport) -> str:
+    """Which end of the list gives no result; why is a fact below."""
+    for level, role in ((report.levels[0], "good"), (report.levels[-1], "bad")):
+        if level.failed is not None:
+            return f"The {role} entry {_full_name(level, report)} {_failure_text(level.failed)}"
+    return "No answer: an entry that is needed gives no result"
+
+
+def _full_name(level: EntryLevel, report: BisectReport) -> str:
+    """An entry outside of a list: a value has its variable."""
+    variable = report.question.variable
+    return level.short if variable == IMAGE else f"{variable}={level.short}"
+
+
+def _failure_text(failed: Reason) -> str:
+    if failed.code == "setting_not_started" and failed.values.get("step") == PULL:
+        return "does not start: its image cannot be pulled"
+    return _FAILURES.get(failed.code, "gives no result")
+
+
+_FAILURES = {
+    "build_failed": "cannot be built",
+    "setting_not_started": "does not start",
+    "setting_died": "dies under the load",
+}
 
 
 def _change_line(report: BisectReport, change: Change) -> str:
@@ -63,12 +92,12 @@ def _change_line(report: BisectReport, change: Change) -> str:
         skipped = [level.short for level in report.skipped]
         return text + (f"; {_listed(skipped)} cannot be measured" if skipped else "")
     inside = change.high_entry - change.low_entry - 1
-    return text + (f"; which of the {inside + 1} steps is not known" if inside else "; not confirmed")
+    return text + (f"; between which two of these {inside + 2} entries is not known" if inside else "; not confirmed")
 
 
 def _size(change: Change) -> str:
     """A change with its interval: "38 % slower (35 to 41 %)"."""
-    return f"{format_change(change.ratio)} ({interval_sizes(change.low, change.high)})"
+    return f"{format_change(change.ratio, change.low, change.high)} ({interval_sizes(change.low, change.high)})"
 
 
 def _listed(names: list[str]) -> str:
@@ -98,7 +127,7 @@ def facts(report: BisectReport) -> list[str]:
     if report.ends is not None and report.word in ("slower", "faster"):
         texts.append(f"{report.levels[-1].short} is {_size(report.ends)} than {report.levels[0].short}: proven")
     texts += _part_facts(report)
-    texts += [f"skipped: {level.short}: {sentence(level.failed)}" for level in report.levels if level.failed]
+    texts += [_skipped_text(level, report) for level in report.levels if level.failed]
     if report.times:
         shown = ", ".join(
             f"{CAUSES[time.part]} {time.seconds * 1000:+,.0f} ms" for time in report.times if abs(time.share) >= MARGIN
@@ -110,11 +139,18 @@ def facts(report: BisectReport) -> list[str]:
             texts.append(f"time until the server answers: {seconds(low.start_s)} before, {seconds(high.start_s)} after")
     if report.late is not None:
         texts.append(f"the load generator was late: a result may be off by up to {short_percent(report.late)}")
-    if report.stopped is not None:
+    if report.stopped is not None and not (report.ended == "end_failed" and report.change is None):
         texts.append(f"the search ended: {sentence(report.stopped)}")
-    elif report.ended is None:
+    elif report.stopped is None and report.ended is None:
         texts.append("the search has not ended")
     return texts
+
+
+def _skipped_text(level: EntryLevel, report: BisectReport) -> str:
+    """Why an entry has no result. The first line has it that an end has none."""
+    is_end = level.entry in (0, len(report.levels) - 1)
+    text = "" if level.failed is None else sentence(level.failed)
+    return f"{_full_name(level, report)}: {text}" if is_end else f"skipped: {level.short}: {text}"
 
 
 def _part_facts(report: BisectReport) -> list[str]:
@@ -133,16 +169,14 @@ def _part_facts(report: BisectReport) -> list[str]:
 
 def _commands(report: BisectReport) -> dict[str, str]:
     """What can be done next, by its name."""
-    values, commands = report.question.values, {}
+    question, commands = report.question, {}
+    runs = Path(report.folder).parent if report.folder else DEFAULT_RUNS
     for change in report.rest:
-        low, high = values[change.low_entry], values[change.high_entry]
         named = "bisect the rest" if len(report.rest) == 1 else f"bisect {report.levels[change.low_entry].short} on"
-        commands[named] = report.question.command(low, high)
+        commands[named] = question.command(change.low_entry, change.high_entry, runs)
     if report.change is not None and report.ended == "pair":
         change = report.change
-        commands["measure these two again"] = report.question.command(
-            values[change.low_entry], values[change.high_entry]
-        )
+        commands["measure these two again"] = question.command(change.low_entry, change.high_entry, runs)
     if (report.stopped is None and report.ended is None) or (report.stopped and report.stopped.code == "bisect_budget"):
         more_s = report.stopped.values["more_s"] if report.stopped else 0.0
         minutes = None
@@ -157,7 +191,7 @@ def _commands(report: BisectReport) -> dict[str, str]:
 def entry_grid(report: BisectReport) -> Grid:
     """The level of each entry."""
     metric = METRICS[report.question.metric]
-    head = ("Entry", "Starts", metric.title, f"Against {report.levels[0].short}", "Side")
+    head = ("Entry", "Starts", metric.title[0].upper() + metric.title[1:], f"Against {report.levels[0].short}", "Side")
     rows = [
         [
             level.name,

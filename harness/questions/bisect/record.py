@@ -16,6 +16,8 @@ from harness.questions.bisect.entry_list import entry_text
 
 BISECT_FILE = "bisect.json"
 BISECT_VERSION = 1
+PULL = "pull"  # the step of a start that failed: the image is not there
+DEFAULT_RUNS = Path("runs")  # where a command puts its run without --runs
 
 
 class BisectQuestion(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,21 +29,22 @@ class BisectQuestion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     load: str | None = None  # None: all of them
     variable: str  # that has the entry
     values: list[Any]  # the entries, the good one first, the bad one last
-    images: str | None = None  # the file that they were read from, as it was given
+    images: str | None = None  # the file that they were read from, as it was given; None: values, or from a pipe
     build: str | None = None  # the command that makes an entry
     metric: str  # by which starts are compared
     is_metric_given: bool = False
     model: str | None = None  # as it was given
     budget_s: float
 
-    def command(self, good: Any, bad: Any) -> str:
-        """The command that bisects another part of the list."""
-        given: dict[str, object] = {"--images": self.images}
-        if self.images is None:
-            given = {"--values": f"{self.variable}={','.join(map(entry_text, self.values))}"}
-        given |= {"--good": entry_text(good), "--bad": entry_text(bad), "--build": self.build}
-        given |= {"--server": self.server, "--load": self.load, "--model": self.model}
+    def command(self, low: int, high: int, runs: Path = DEFAULT_RUNS) -> str:
+        """The command that bisects the entries from one place of the list to another one. `runs`: for its run."""
+        part = list(map(entry_text, self.values[low : high + 1]))
+        given: dict[str, object] = {"--values": f"{self.variable}={','.join(part)}"}
+        if self.images is not None:
+            given = {"--images": self.images, "--good": part[0], "--bad": part[-1]}
+        given |= {"--build": self.build, "--server": self.server, "--load": self.load, "--model": self.model}
         given |= {"--for": self.metric if self.is_metric_given else None}
+        given |= {"--runs": None if runs == DEFAULT_RUNS else runs}
         return command_line("harness", "bisect", self.scenario, *option_words(given))
 
 
@@ -51,6 +54,7 @@ class BisectTrial(Struct, frozen=True, kw_only=True, omit_defaults=True):
     entry: int  # place among the entries
     cells: list[str] = []
     failed: Reason | None = None  # why the entry did not build, start or answer
+    has_server: bool = True  # whether a server was started: not where the build or the pull of its image failed
     took_s: float = 0.0
     build_s: float | None = None  # of it, for the build
 

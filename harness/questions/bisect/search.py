@@ -21,8 +21,9 @@ from harness.questions.bisect.bisect_words import why_text
 from harness.questions.bisect.bisected import metric_text, starts_of
 from harness.questions.bisect.decide import BisectStep, End, max_starts, next_step, starts_left
 from harness.questions.bisect.entry_build import build, build_words
-from harness.questions.bisect.entry_list import EntryList, entry_text, is_flag, server_names
+from harness.questions.bisect.entry_list import EntryList, entry_text, is_flag, literal_setting, server_names
 from harness.questions.bisect.record import (
+    PULL,
     BisectQuestion,
     BisectRecord,
     BisectTrial,
@@ -38,14 +39,16 @@ from harness.run.progress import Progress
 from harness.run.resume import reopened, with_resume_advice
 from harness.run.running import Running, death_of_setting, failed_cell, start_failure
 from harness.run.server_start import measure_start
-from harness.scenario import Load, Sweep, SweepRow, is_open_loop
+from harness.scenario import Load, Scenario, Sweep, SweepRow, is_open_loop
 from harness.scenario.plan import Cell, cell_of
 from harness.scenario.sweep import server_with
 from harness.serve.facts import find_ignored_settings
 from harness.serve.lint import find_server_problems
+from harness.serve.template import prepare_server
 
 SLACK = 0.25  # of a start, by which it may end after the budget
 ANEW = "harness bisect SCENARIO"
+UNKNOWN_FLAG = "cli.unknown_flag"  # a known failure
 PACED = ("e2e_p50", "e2e_sched_p50")  # by which paced loads are compared, and those of an open loop
 
 
@@ -121,7 +124,7 @@ def with_entries(experiment: Experiment, question: BisectQuestion) -> Experiment
     """Return the experiment with a server for each entry. Raises HarnessError for a value that it cannot have."""
     scenario = experiment.scenario
     base = scenario.servers[question.server]
-    settings = [{question.variable: value} for value in question.values]
+    settings = [{question.variable: literal_setting(value)} for value in question.values]
     names, texts = server_names(question.values), list(map(entry_text, question.values))
     rows = {name: SweepRow(of=question.server, settings=own) for name, own in zip(names, settings, strict=True)}
     servers = {name: server_with(base, own) for name, own in zip(names, settings, strict=True)}
@@ -135,6 +138,7 @@ def with_entries(experiment: Experiment, question: BisectQuestion) -> Experiment
             f"{given} {place}".strip() + f": {problem.text}",
             next_step=f"Correct the list; {DOCS}/servers.md has the variables.",
         )
+    _refuse_equal_servers(scenario, question)
     prefix = f"servers.{question.server}."
     computed = {
         f"servers.{name}.{key.removeprefix(prefix)}": reason
@@ -142,6 +146,26 @@ def with_entries(experiment: Experiment, question: BisectQuestion) -> Experiment
         for name in (names if key.startswith(prefix) else [])
     }
     return replace(experiment, scenario=scenario, computed=computed)
+
+
+def _refuse_equal_servers(scenario: Scenario, question: BisectQuestion) -> None:
+    """Raise HarnessError for two entries that start the same server: a search would find that nothing changed."""
+    prepared = [prepare_server(scenario, name) for name in server_names(question.values)]
+    texts, places = list(map(entry_text, question.values)), dict[bytes, int]()
+    for place, server in enumerate(prepared):
+        first = places.setdefault(server.start_key, place)
+        if first == place:
+            continue
+        if not server.server.container and server.file != prepared[first].file:
+            raise HarnessError(
+                f"{question.variable} has no effect with container: false (server '{question.server}'): "
+                f"'{texts[first]}' and '{texts[place]}' start the same process",
+                next_step=f"Remove container: false from the server, or choose another variable ({DOCS}/servers.md).",
+            )
+        raise HarnessError(
+            f"{question.variable}: the entries '{texts[first]}' and '{texts[place]}' start the same server",
+            next_step="Leave one of them out, or choose a variable that the server uses.",
+        )
 
 
 def bisect(
@@ -269,7 +293,7 @@ class BisectSearch:
         failed, build_s = self._build(entry) if repeat == 1 else (None, None)
         if failed is not None:
             # No cell: the server was not started.
-            self._record(replace(trial, cells=[], failed=failed, build_s=build_s), began_s)
+            self._record(replace(trial, cells=[], failed=failed, build_s=build_s, has_server=False), began_s)
             return
         asked = (
             {}
@@ -282,7 +306,10 @@ class BisectSearch:
                 failed = failed or why
                 yield cell_run if why is None else replace(cell_run, failed=why)
         except (StartError, ImageError) as error:
-            failed = start_failure(error) if isinstance(error, StartError) else image_failure(error)
+            if isinstance(error, StartError):
+                failed = in_words_of(self.question, start_failure(error))
+            else:
+                failed, trial = image_failure(error), replace(trial, has_server=False)
             template, ran = scenario.servers[name].template, self.running.file.manifest.ran
             yield from (failed_cell(cell, template, failed) for cell in cells if cell.id not in ran)
         self._record(replace(trial, failed=failed, build_s=build_s), began_s)
@@ -306,8 +333,16 @@ class BisectSearch:
 
 def image_failure(error: ImageError) -> Reason:
     """Return why an entry has no image, as a result of it."""
-    text = f"its image cannot be had: {error.what}"
-    return because("setting_not_started", text, error=error.what, fix=error.next_step)
+    return because("setting_not_started", error.what, error=error.what, fix=error.next_step, step=PULL)
+
+
+def in_words_of(question: BisectQuestion, failed: Reason) -> Reason:
+    """Return why an entry does not start with advice on the list, where the entry is a flag of the engine."""
+    if not is_flag(question.variable) or failed.values.get("failure") != UNKNOWN_FLAG:
+        return failed
+    fix = f"correct {question.variable} in --values, unless the scenario's extra_args have the argument"
+    text = f"did not start: {failed.values['cause']}; to solve it: {fix}"
+    return replace(failed, text=text, values=failed.values | {"fix": fix})
 
 
 ENDS: dict[End, Reason] = {

@@ -105,11 +105,11 @@ def _as_files(summary: "Summary", manifest: "Run") -> dict[str, Callable[[], str
 
 
 def _exit_after_bisection(summary: "Summary", manifest: "Run", folder: Path) -> None:
-    """Exit with the code of a bisection that has an answer."""
+    """Exit with the code of a bisection, by its answer so far."""
     from harness.questions.bisect.bisected import read_bisected
 
     bisection = read_bisected(folder, summary, manifest)
-    if bisection is not None and (bisection.word is not None or bisection.ended is not None):
+    if bisection is not None:
         exit_after_bisect(bisection)
         raise typer.Exit
 

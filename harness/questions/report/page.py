@@ -133,7 +133,7 @@ def run_page(
             design(summary, run),
             *isolation_elements(summary),
             *([] if searched.is_of_settings else _variables_of_servers(run)),
-            *([] if data is None else html_parts.servers_differ(run)),
+            *([] if data is None or searched.bisect is not None else html_parts.servers_differ(run)),
         ]),
         Section("replay", "Replay of the trace", replay_elements(summary), is_titled=True),
         _verdicts(summary, run, charted=data is not None),
@@ -201,7 +201,8 @@ def shown_summary(summary: Summary, *, is_searched: bool) -> Summary:
     notes = [note for note in summary.notes if note.code != "setting_failed"]
     rows = [row for row in summary.rows if row.failed is None] or summary.rows
     cells = [cell for cell in summary.cells if cell.failed is None]
-    reasons = [reason for reason in summary.reasons if reason.cell is None]
+    # A search plans no cells: it starts what its results so far ask for.
+    reasons = [reason for reason in summary.reasons if reason.cell is None and reason.code != "cells_missing"]
     shown = replace(summary, findings=None, hardware_shares=[], notes=notes, rows=rows, cells=cells)
     return replace(shown, reasons=reasons, valid=not reasons)
 

@@ -1,40 +1,72 @@
 """The list of `harness bisect`, its builds and its file."""
 
 import json
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
+from harness.base.files import is_stream
 from harness.base.reason import because
 from harness.questions.bisect.entry_build import LAST_LINES, build, build_words
 from harness.questions.bisect.entry_list import (
     MAX_BYTES,
+    MAX_SHORT,
     order_entries,
     read_images,
     read_values,
     server_names,
     short_names,
 )
-from harness.questions.bisect.record import BISECT_FILE, bisect_command, read_bisect, write_bisect
-from harness.questions.bisect.search import default_metric, refuse_metric
-from harness.scenario import Arrivals, Load
+from harness.questions.bisect.record import (
+    BISECT_FILE,
+    BisectQuestion,
+    bisect_command,
+    read_bisect,
+    write_bisect,
+)
+from harness.questions.bisect.search import default_metric, refuse_metric, with_entries
+from harness.run.experiment import Experiment
+from harness.scenario import Arrivals, Load, Scenario, Server
+from harness.serve.compose_file import fill_variables
+from harness.serve.template import prepare_server
 from tests.support.bisections import ASKED, IMAGES, made_bisection
 from tests.support.wording import Wording
 
 
 def test_images_are_read_one_a_line(tmp_path: Path) -> None:
     file = tmp_path / "images.txt"
-    file.write_text("# oldest first\n\n  a:1  \nb:2 # the release\na@sha256:12#x\r\n")
-    assert read_images(file) == ["a:1", "b:2", "a@sha256:12#x"]
+    file.write_text("# oldest first\n\n  a:1  \nb:2 # the release\na@sha256:12\r\n")
+    assert read_images(file) == ["a:1", "b:2", "a@sha256:12"]
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"a b\n", b"--privileged\n", b"a\x1b[31m\n", b"\xff\xfe\n", b"a" * 600, b"x" * (MAX_BYTES + 1)],
-    ids=["two words", "an option", "a control character", "no UTF-8", "too long", "too large"],
+    [
+        b"a b\n",
+        b"--privileged\n",
+        b"a\x1b[31m\n",
+        b"\xff\xfe\n",
+        b"a" * 600,
+        b"x" * (MAX_BYTES + 1),
+        b"a:1\n$(touch$IFS/x);x\n",
+        b"${HOME}:1\n",
+    ],
+    ids=[
+        "two words",
+        "an option",
+        "a control character",
+        "no UTF-8",
+        "too long",
+        "too large",
+        "a command",
+        "a variable",
+    ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes, wording: Wording) -> None:
     file = tmp_path / "images.txt"
@@ -43,6 +75,21 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes, wor
         read_images(file)
     assert error.value.what.startswith("--images: ")
     wording(error.value, FILE=file)
+
+
+def test_images_may_come_through_a_pipe_that_is_open(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"a:1\nb:2\n")
+    os.close(writer)
+    pipe = Path(f"/dev/fd/{reader}")
+    assert is_stream(pipe) and read_images(pipe) == ["a:1", "b:2"]
+    os.close(reader)
+    with pytest.raises(HarnessError, match="--images"):
+        read_images(Path("/dev/zero"))
+    named = tmp_path / "named"
+    os.mkfifo(named)
+    with pytest.raises(HarnessError, match="--images"):
+        read_images(named)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -88,9 +135,16 @@ def test_a_list_that_cannot_be_bisected_is_refused(
 
 
 def test_names_are_short_and_those_of_servers_are_valid_and_different() -> None:
-    assert short_names(IMAGES)[:2] == ["b1", "b2"]
-    assert server_names(IMAGES)[0] == "1-b1"
-    assert short_names(["a:1", "b:2"]) == ["a:1", "b:2"]
+    assert short_names(IMAGES)[:2] == ["engine:b1", "engine:b2"]
+    assert server_names(IMAGES)[0] == "1-engine-b1"
+    assert short_names(["a:1", "a:2"]) == ["a:1", "a:2"] and short_names(["/x/a", "/y/a"]) == ["x/a", "y/a"]
+    digest = f"x/y@sha256:{'0' * 64}"
+    assert short_names([digest, "x/y:2"]) == ["y@sha256:000000000000", "y:2"]
+    assert short_names([digest, digest[:-1] + "1"])[0] == digest, "what tells them apart is not cut off"
+    long = short_names([f"{'x' * 300}{number}" for number in range(2)])
+    assert long[1].endswith("1") and "…" in long[1] and {len(name) for name in long} == {MAX_SHORT}
+    same_ends = [f"{'x' * 100}{number}{'y' * 100}" for number in range(2)]
+    assert short_names(same_ends) == same_ends
     names = server_names([f"x:{'LONG_' * 30}{number}" for number in range(12)])
     assert len(set(names)) == 12 and names[0].startswith("01-") and max(map(len, names)) <= 40
     assert server_names(["///", ":::"]) == ["1-entry", "2-entry"]
@@ -121,6 +175,50 @@ def test_a_build_command_that_cannot_be_used_is_refused(command: str, wording: W
     with pytest.raises(HarnessError) as error:
         build_words(command, ["--evil" if command == "make {}" else "a"])
     wording(error.value)
+
+
+def question_of(variable: str, values: list[Any]) -> BisectQuestion:
+    return replace(ASKED, server="one", variable=variable, values=values, images=None)
+
+
+def experiment_of(**server: Any) -> Experiment:
+    load = Load(user="batch", batch_size=2, requests=4, output_tokens=11)
+    servers = {"one": Server(template="simulated", **server)}
+    scenario = Scenario(version=1, question="q", model="m", servers=servers, loads={"l": load})
+    return Experiment(Path("s.yaml"), scenario)
+
+
+@pytest.mark.parametrize(
+    ("variable", "values"),
+    [
+        ("image", ["foo/bar:1", "foo/bar:2"]), ("cpus", [0.05, 0.1]), ("mem_limit", ["1g", "2g"]),
+        ("ipc", ["shareable", "private"]), ("shm_size", ["1g", "2g"]), ("port", [8001, 8002]),
+    ],
+)  # fmt: skip
+def test_what_only_a_container_uses_is_refused_for_a_process(
+    variable: str, values: list[Any], wording: Wording
+) -> None:
+    with pytest.raises(HarnessError, match="container: false") as error:
+        with_entries(experiment_of(container=False), question_of(variable, values))
+    wording(error.value)
+    assert len(with_entries(experiment_of(), question_of(variable, values)).scenario.servers) == 2
+
+
+def test_entries_that_start_the_same_server_are_refused(wording: Wording) -> None:
+    for container in (True, False):
+        with pytest.raises(HarnessError) as error:
+            with_entries(experiment_of(container=container), question_of("gpu_memory_utilization", [0.5, 0.6, 0.50]))
+        wording(error.value)
+        servers = with_entries(experiment_of(container=container), question_of("--seed", [1, 2])).scenario.servers
+        assert len(servers) == 2
+
+
+def test_a_dollar_sign_of_a_value_is_no_variable() -> None:
+    values = ["$HOME", "${NONE}", "$(touch x)"]
+    scenario = with_entries(experiment_of(container=False), question_of("--tag", values)).scenario
+    for name, value in zip(scenario.servers, values, strict=True):
+        service = fill_variables(prepare_server(scenario, name).file, {}).server
+        assert (service.command or [])[-1] == value
 
 
 def test_the_metric_is_that_of_the_loads() -> None:
@@ -163,5 +261,8 @@ def test_the_file_is_read_as_it_was_written_and_damage_is_named(tmp_path: Path) 
 
 
 def test_a_command_bisects_another_part_of_the_list() -> None:
-    command = ASKED.command(IMAGES[1], IMAGES[3])
+    command = ASKED.command(1, 3)
     assert command.startswith("harness bisect s.yaml --images images.txt") and IMAGES[3] in command
+    assert "--runs" not in command and "--runs 'my runs'" in ASKED.command(1, 3, Path("my runs"))
+    words = shlex.split(replace(ASKED, images=None).command(1, 3))
+    assert f"image={IMAGES[1]},{IMAGES[2]},{IMAGES[3]}" in words and "--good" not in words

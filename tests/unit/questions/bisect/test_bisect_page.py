@@ -7,12 +7,16 @@ import pytest
 from msgspec.structs import replace
 from typer import Exit
 
+from harness.base.errors import ImageError
 from harness.base.reason import Reason, because
 from harness.questions.bisect.bisected import BisectReport, bisected, start_speed, starts_of
+from harness.questions.bisect.chart import levels_chart
 from harness.questions.bisect.command import exit_after_bisect
-from harness.questions.bisect.page import answer_line, bisect_page
+from harness.questions.bisect.page import answer_line, bisect_page, bisect_question, entry_grid
+from harness.questions.bisect.search import UNKNOWN_FLAG, image_failure, in_words_of
 from harness.report import html, markdown
 from harness.report.elements import Chart
+from harness.report.verdict_text import format_range
 from tests.support.bisections import ASKED, cell_of_start, made_bisection, report_of
 from tests.support.wording import Wording
 
@@ -37,7 +41,8 @@ def page_of(report: BisectReport) -> str:
     return markdown.render(bisect_page(report)).replace("\\", "")
 
 
-FOUND = walls([*ENDS, 2, 3, 2, 3], [1.0, 1.0, 1.0, 1.38, 1.38])
+FOUND_ORDER = [*ENDS, 2, 3, 2, 3]
+FOUND = walls(FOUND_ORDER, [1.0, 1.0, 1.0, 1.38, 1.38])
 
 
 def test_a_pair_has_its_change_its_cause_and_both_sides(wording: Wording) -> None:
@@ -75,7 +80,9 @@ def test_a_skipped_entry_makes_a_range_with_its_reason(wording: Wording) -> None
     ]
     report = report_of(starts)
     assert report.change is not None and (report.change.low_entry, report.change.high_entry) == (1, 3)
-    assert [level.short for level in report.skipped] == ["b3"] and report.ended == "pair" and code_of(report) == 0
+    assert (
+        [level.short for level in report.skipped] == ["engine:b3"] and report.ended == "pair" and code_of(report) == 0
+    )
     assert report.levels[2].failed == NOT_STARTED
     text = page_of(report)
     assert "no kernel for this GPU" in text
@@ -113,6 +120,59 @@ def test_an_end_without_a_result_has_the_code_of_its_reason(wording: Wording) ->
     assert code_of(died) == 3
 
 
+def test_an_entry_without_an_image_has_no_start(wording: Wording) -> None:
+    pull = image_failure(ImageError("the image b1 cannot be pulled", next_step="Check the network."))
+    assert (pull.code, pull.values["step"]) == ("setting_not_started", "pull")
+    record, summary, run = made_bisection([(0, pull)])
+    record = replace(record, starts=[replace(start, has_server=False) for start in record.starts])
+    report = bisected(record, summary, run)
+    assert (report.levels[0].starts, report.starts, code_of(report)) == (0, 0, 2)
+    wording(page_of(report))
+
+
+def test_advice_on_a_flag_names_the_option_of_the_list() -> None:
+    unknown = because("setting_not_started", "t", failure=UNKNOWN_FLAG, cause="unknown: --x 1", fix="f")
+    flag = replace(ASKED, variable="--x", values=[1, 2], images=None)
+    assert "--values" in in_words_of(flag, unknown).values["fix"]
+    assert in_words_of(ASKED, unknown) == unknown and in_words_of(flag, NOT_STARTED) == NOT_STARTED
+
+
+def test_the_two_ends_have_one_interval() -> None:
+    for starts in (FOUND, walls(ENDS, [1.0, 1.0, 1.0, 1.38, 1.38]), walls(ENDS, [1.0] * 5)):
+        report = report_of(starts)
+        bad = report.levels[-1]
+        ends = report.ends
+        assert ends is not None and (bad.ratio, bad.low, bad.high) == (ends.ratio, ends.low, ends.high)
+        if report.change is not None and (report.change.low_entry, report.change.high_entry) == (0, 4):
+            assert report.change == report.ends
+
+
+def test_the_question_has_the_word_of_the_answer() -> None:
+    slower, faster = report_of(FOUND), report_of(walls(FOUND_ORDER, [1.38, 1.38, 1.38, 1.0, 1.0]))
+    assert (slower.word, faster.word) == ("slower", "faster")
+    words = [bisect_question(report).removesuffix("?").split()[-1] for report in (slower, faster)]
+    assert words == ["slower", "faster"]
+    unknown = bisect_question(report_of(walls(ENDS, [1.0] * 5)))
+    assert "slower" not in unknown and "faster" not in unknown
+
+
+def test_the_commands_name_the_directory_of_the_run_and_only_their_entries() -> None:
+    asked = replace(ASKED, images=None, variable="x", values=[1, 2, 3, 4, 5])
+    report = replace(report_of(FOUND, asked=asked), folder="elsewhere/20261129-120000-s-ab12")
+    text = page_of(report).replace("\n", " ")
+    assert "--values x=3,4 " in text and "--runs elsewhere" in text and "--good" not in text
+
+
+def test_a_long_entry_is_cut_in_sentences_and_breaks_in_the_table() -> None:
+    asked = replace(ASKED, values=[f"{'long/' * 60}{'x' * 70}{number}" for number in range(5)])
+    report = report_of(FOUND, asked=asked)
+    assert len(answer_line(report)) < 200
+    assert entry_grid(report).has_long_words and not entry_grid(report_of(FOUND)).has_long_words
+    labels = levels_chart(report).figure["layout"]["xaxis"]["ticktext"]
+    assert len(set(labels)) == 5 and all("…" in label for label in labels)
+    assert "breaking" in html.render_page(bisect_page(report), "t", ["t"])
+
+
 def test_a_start_with_a_problem_has_no_result() -> None:
     broken = because("client_error", "the load generator was late")
     speed = start_speed([cell_of_start("a", "s", 1, 2.0)], "wall")
@@ -136,3 +196,12 @@ def test_the_page_has_the_chart_and_is_html() -> None:
     evil = replace(ASKED, values=["<b>x", "y", "z"], images=None, variable="x")
     shown = html.render_page(bisect_page(bisected(*made_bisection([(0, 1.0), (2, 1.0)], evil))), "t", ["t"])
     assert "<b>x" not in shown
+
+
+def test_a_change_and_its_interval_have_one_unit() -> None:
+    change = report_of(FOUND).change
+    assert change is not None
+    wide = replace(report_of(FOUND), change=replace(change, ratio=1 / 1.87, low=1 / 2.07, high=1 / 1.68))
+    assert "%" not in answer_line(wide) and "1.87x" in answer_line(wide)
+    unknown = format_range(1 / 2.5, 1.1)
+    assert "%" not in unknown and "2.50x" in unknown and "1.10x" in unknown
