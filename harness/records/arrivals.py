@@ -4,9 +4,10 @@ A proxy holds chunks back and passes them on as many small writes; TLS and busy 
 the time between two chunks is that of the copying, not of the model.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median_low
 
 JOINED_S = 0.001  # chunks closer than this came together, ...
 JOINED_SHARE = 0.1  # ... or closer than this share of the usual gap between groups
@@ -23,21 +24,30 @@ def split_arrivals(times_s: Sequence[float]) -> list[int]:
 
     `times_s`: of the chunks in order, in seconds after the request was sent.
     """
-    chunks = len(times_s)
-    if chunks < 2:
-        return list(range(chunks))
+    if len(times_s) < 2:
+        return list(range(len(times_s)))
     gaps_s = [after - before for before, after in pairwise(times_s)]
-    span_s = times_s[-1] - times_s[0]
-    if min(gaps_s) >= max(JOINED_S, 2 * JOINED_SHARE * span_s / len(gaps_s)):
-        return list(range(chunks))  # a median is at most twice the mean, so no gap is below the limit
-    usual_s = mean_s = span_s / len(gaps_s)
-    if mean_s < JOINED_S and (mean_s < MIN_STEP_S or span_s < MIN_STREAMED * times_s[-1]):
-        return [0]
+    limit_s = arrival_limit_s(sorted(gaps_s), times_s[0], times_s[-1])
+    return [0, *(place for place, gap_s in enumerate(gaps_s, start=1) if gap_s >= limit_s)]
+
+
+def arrival_limit_s(gaps_s: Sequence[float], first_s: float, last_s: float) -> float:
+    """Return the gap from which on a chunk begins another arrival; infinite for a stream that is one arrival.
+
+    `gaps_s`: of the chunks, sorted, at least one; `first_s`, `last_s`: when the first and the last chunk came.
+    """
+    number, span_s = len(gaps_s), last_s - first_s
+    usual_s = mean_s = span_s / number
+    if gaps_s[0] >= max(JOINED_S, 2 * JOINED_SHARE * mean_s):
+        return float(gaps_s[0])  # a median is at most twice the mean, so no gap is below the limit
+    if mean_s < JOINED_S and (mean_s < MIN_STEP_S or span_s < MIN_STREAMED * last_s):
+        return math.inf
     limit_s = JOINED_S
     for _ in range(_ROUNDS):
-        between_s = [gap_s for gap_s in gaps_s if gap_s >= limit_s]
-        usual_s = median_low(between_s) if between_s else usual_s
+        first = bisect_left(gaps_s, limit_s)
+        if first < number:
+            usual_s = float(gaps_s[(first + number - 1) // 2])  # the lower median of those between arrivals
         before_s, limit_s = limit_s, max(JOINED_SHARE * usual_s, min(JOINED_S, FAST_SHARE * usual_s))
         if limit_s == before_s:
             break
-    return [0, *(place for place, gap_s in enumerate(gaps_s, start=1) if gap_s >= limit_s)]
+    return limit_s

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from harness.base.files import UNDECODABLE, open_file
 from harness.failures.diagnosis import example_messages
-from harness.records.arrivals import JOINED_S, JOINED_SHARE, split_arrivals
+from harness.records.arrivals import JOINED_S, JOINED_SHARE, arrival_limit_s
 from harness.records.clock import Clock
 from harness.records.records import (
     CUT,
@@ -471,10 +471,13 @@ class _Chunks:
             self.columns[name] for name in ("arrivals", "first_arrival_chunks", "first_arrival_s")
         )
         for place in np.flatnonzero(closest_s < np.maximum(JOINED_S, 2 * JOINED_SHARE * mean_s)).tolist():
-            times_s = self.times_s[starts[place] : ends[place]].tolist()
-            groups, row = split_arrivals(times_s), self._streams[place]
-            first = groups[1] if len(groups) > 1 else len(times_s)
-            arrivals[row], chunks[row], first_s[row] = len(groups), first, times_s[first - 1]
+            start, end, row = starts[place], ends[place], self._streams[place]
+            stream_s = self._gaps_s[start : end - 1]
+            ordered_s = np.sort(stream_s)
+            limit_s = arrival_limit_s(ordered_s.data, starts_s[place], ends_s[place])
+            after_first = len(ordered_s) - int(ordered_s.searchsorted(limit_s))
+            first = int((stream_s >= limit_s).argmax()) + 1 if after_first else end - start
+            arrivals[row], chunks[row], first_s[row] = after_first + 1, first, self.times_s[start + first - 1]
 
     def blank_gaps(self, first_text_s: Floats) -> Floats:
         """How many usual gaps came between the first chunk, a blank, and the first text; infinite without a usual gap.
