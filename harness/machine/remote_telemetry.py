@@ -362,8 +362,10 @@ class _SshRun:
         if self._why:
             return HarnessError(f"--telemetry: {host} sends no telemetry: {self._why}", next_step=f"Try it: {words}")
         if code == 255:
-            what = f"--telemetry: no connection to {host}: {said or 'no reason was given'}"
-            return HarnessError(what, next_step=connection_advice(self._address, self._error_text(whole=True)))
+            advice = connection_advice(self._address, self._error_text(whole=True))
+            return HarnessError(
+                f"--telemetry: no connection to {host}: {said or 'no reason was given'}", next_step=advice
+            )
         if code is None:
             return HarnessError(
                 f"--telemetry: no answer from {host} within {START_S:g} s", next_step=f"Try it: {words}"

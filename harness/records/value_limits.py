@@ -42,8 +42,8 @@ def drop_impossible(sample: Struct) -> None:
         if not isinstance(value, dict):
             if not low <= value <= high:
                 force_setattr(sample, name, None)
-        elif not all(low <= one <= high for one in value.values()):
-            possible = {key: one for key, one in value.items() if low <= one <= high}
+        elif not all(low <= number <= high for number in value.values()):
+            possible = {key: number for key, number in value.items() if low <= number <= high}
             force_setattr(sample, name, None if name == "held_back" else possible)
 
 

@@ -75,7 +75,8 @@ def test_no_word_of_the_command_reaches_the_remote_shell_unquoted() -> None:
     [
         "gpu-box", "http://gpu-box", "ssh://", "ssh://-oProxyCommand=x", "ssh://-x@gpu-box", "ssh://a b", "ssh://h:0",
         "ssh://h:99999", "ssh://h/path", "ssh://h?other=1", "ssh://h?command=", "ssh://h?command='", "ssh://u:secret@h",
-        "ssh://h#x", "ssh://h?config=", "ssh://h?config=a&config=b", "ssh://h?command=a%00b", "ssh://h?command", "ssh://h\n", "ssh://h;id", "ssh://[",
+        "ssh://h#x", "ssh://h?config=", "ssh://h?config=a&config=b", "ssh://h?command=a%00b", "ssh://h?command",
+        "ssh://h\n", "ssh://h;id", "ssh://[",
     ],
 )  # fmt: skip
 def test_what_is_no_address(text: str, wording: Wording) -> None:
@@ -219,7 +220,7 @@ def test_a_stored_machine_with_wrong_facts_can_be_read() -> None:
 
 def test_values_that_cannot_be_are_missing() -> None:
     heat = {"edge": 1e18, "junction": 71.0, "mem": -60.0}
-    wrong = {"busy_percent": 101, "vram_used_bytes": -1, "gtt_used_bytes": 2**61, "power_w": -1e18, "clock_mhz": -1}
+    wrong = {"busy_percent": 101, "vram_used_bytes": -1, "gtt_used_bytes": -(2**50), "power_w": -1e18, "clock_mhz": -1}
     kept = msgspec.convert(
         wrong | {"temperatures_c": heat, "held_back": {"heat": 5, "power": 0.5}, "energy_j": -1}, GpuSample
     )
