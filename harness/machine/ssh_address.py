@@ -103,16 +103,16 @@ def _option_pairs(query: str) -> Iterator[tuple[str, str]]:
 # What to do, by what ssh prints. It has one exit code, 255, for all of them.
 _ADVICE = (
     (
+        re.compile("open user config file|bad configuration option", re.IGNORECASE),
+        "Give the path of ssh's configuration file as ?config=FILE, and correct the file if ssh names a line of it.",
+    ),
+    (
         re.compile("host key verification failed|host identification has changed|no matching host key", re.IGNORECASE),
         "Connect once in a terminal, so that its host key is known: {login}",
     ),
     (
         re.compile("permission denied|too many authentication", re.IGNORECASE),
         "Use a key that the machine accepts and that asks no question (ssh-copy-id, ssh-add). Try it: {login}",
-    ),
-    (
-        re.compile("config", re.IGNORECASE),
-        "Give the path of ssh's configuration file as ?config=FILE, and correct the file if ssh names a line of it.",
     ),
     (
         re.compile("could not resolve", re.IGNORECASE),
