@@ -23,6 +23,7 @@ COMPOSE = ROOT / "compose"
 SCENARIOS = ROOT / "scenarios"
 SCENARIO_SCHEMA = SCENARIOS / "schema.json"  # for editors
 DOCS = INSTALLED / "docs" if INSTALLED.is_dir() else Path("docs")  # as messages name it
+RUNS_FOLDER = Path("runs")  # for run directories, without --runs
 RESULTS = ROOT / "results"  # the third-party figures that ship
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from harness.base.command_line import command_line
 from harness.base.errors import ExitCode, HarnessError, RunError, ScenarioError, closest_name, did_you_mean, reason_of
-from harness.base.files import pretty_json
+from harness.base.files import RUNS_FOLDER, pretty_json
 from harness.base.redact import printable
 from harness.base.units import count
 
@@ -238,7 +238,7 @@ def validate_url(param: typer.CallbackParam, given: str | None) -> str | None:
 
 
 def validate_telemetry(given: str | None) -> str | None:
-    from harness.machine.remote_telemetry import parse_address
+    from harness.machine.ssh_address import parse_address
 
     if given is not None:
         parse_address(given)
@@ -358,7 +358,7 @@ ResultsDir = Annotated[
 ]
 PIPE_WIDTH = 160  # columns of what is no terminal
 MIN_WIDTH = 40
-RUNS = Path("runs")
+RUNS = RUNS_FOLDER
 LAST = "last"  # names the newest run
 RESULTS = Path("results")
 

@@ -233,7 +233,7 @@ def select_container_gpus(gpus: Sequence[Gpu], devices: Sequence[str], environme
     paths = [str(device).split(":")[0] for device in devices]
     nodes = [path for path in paths if path.startswith("/dev/dri/renderD")]
     is_selected = bool(nodes) and "/dev/dri" not in paths
-    selected = [gpu for gpu in gpus if not is_selected or gpu["render_node"] in nodes]
+    selected = [gpu for gpu in gpus if not is_selected or gpu.get("render_node") in nodes]
     for name in VISIBLE_DEVICES:
         if (value := environment.get(name)) is None:
             continue

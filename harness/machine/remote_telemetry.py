@@ -15,16 +15,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import IO, Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from harness.base import process
-from harness.base.command_line import command_line
 from harness.base.errors import HarnessError
 from harness.base.redact import masked, printable
+from harness.machine.remote_facts import MAX_GPUS, check_machine
+from harness.machine.ssh_address import SshAddress, connection_advice, parse_address
 from harness.machine.telemetry import MAX_KERNEL_LINES
 from harness.machine.telemetry_stream import (
     PING_EVERY_S,
@@ -34,11 +34,10 @@ from harness.machine.telemetry_stream import (
     StreamRecord,
     StreamSample,
 )
-from harness.records.manifest import RemoteMachine
+from harness.records.manifest import ConnectionLoss, RemoteMachine
 from harness.records.samples import GpuSample, KernelLine, TelemetrySample, append_sample
 
 START_S = 30.0  # for the connection and the start record
-_CONNECT_S = 10
 _PINGS = 5  # at the start; the fastest answer tells the clocks' difference
 _PING_S = 5.0  # for each of them
 _KEPT_READINGS = 6
@@ -54,71 +53,11 @@ _MAX_SILENCE_S = 30.0  # without a line: the other machine or the connection han
 _LASTING_S = 60.0  # a connection that ends earlier is opened again after a longer time
 _MIN_INTERVAL_S = 0.2  # between samples that are kept
 _MAX_AGE_S, _MAX_AHEAD_S = 120.0, 5.0  # of a sample's time on our clock
-_MAX_GPUS, _MAX_SENSORS = 64, 32
+_MAX_SENSORS = 32
 _MAX_TEXT = 400  # characters of a line of the kernel log
 _MAX_ERRORS = 4096  # bytes of what ssh prints
 _NODE = re.compile(r"renderD\d{1,5}")
-_HOST = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}|[0-9A-Fa-f:.]{2,45}")
-_USER = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,64}")
-_OPTIONS = ("command", "config")
-# No question, no port, no agent, no command of its own on this machine, and a host key that is known.
-_SSH = (
-    "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", f"ConnectTimeout={_CONNECT_S}",
-    "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "ClearAllForwardings=yes",
-    "-o", "ForwardAgent=no", "-o", "ForwardX11=no", "-o", "PermitLocalCommand=no",
-)  # fmt: skip
-
-
-class SshAddress(NamedTuple):
-    """`ssh://[USER@]HOST[:PORT][?command=WORDS&config=FILE]`."""
-
-    host: str
-    user: str | None
-    port: int | None
-    command: tuple[str, ...]  # the harness there
-    config: str | None  # of ssh, on this machine
-
-    def words(self) -> list[str]:
-        """The command line of ssh. The remote shell gets each word in quotes."""
-        return ["ssh", *self._own_options(), *_SSH, "--", *self._remote_words()]
-
-    def trial(self) -> str:
-        """The command with which a user tries it."""
-        return command_line("ssh", *self._own_options(), *self._remote_words())
-
-    def login(self) -> str:
-        """The command with which a user logs in there."""
-        return command_line("ssh", *self._own_options(), self._remote_words()[0])
-
-    def _own_options(self) -> list[str]:
-        return [*(["-F", self.config] if self.config else []), *(["-p", str(self.port)] if self.port else [])]
-
-    def _remote_words(self) -> list[str]:
-        target = self.host if self.user is None else f"{self.user}@{self.host}"
-        return [target, shlex.join([*self.command, "telemetry", "--jsonl"])]
-
-
-def parse_address(text: str) -> SshAddress:
-    """Return the parts of the value of --telemetry. Raises HarnessError."""
-    example = "Write it like ssh://me@gpu-box:22, or ssh://gpu-box?command=/opt/venv/bin/harness."
-    wrong = HarnessError(f"--telemetry: '{printable(text[:200])}' is not the address of a machine", next_step=example)
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-        options = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
-        words = tuple(shlex.split(dict(options).get("command", "harness")))
-    except ValueError:
-        raise wrong from None
-    host, user = parts.hostname or "", None if parts.username is None else unquote(parts.username)
-    if parts.scheme != "ssh" or not _HOST.fullmatch(host) or (user is not None and not _USER.fullmatch(user)):
-        raise wrong
-    if parts.password is not None:
-        what = "--telemetry: a password is not taken, because it would be recorded"
-        raise HarnessError(what, next_step="Use a key of ssh-agent, or one that ~/.ssh/config names.")
-    unknown = [name for name, _ in options if name not in _OPTIONS]
-    if unknown or parts.path not in ("", "/") or parts.fragment or port == 0 or not words or not text.isprintable():
-        raise wrong
-    return SshAddress(host, user, port, words, dict(options).get("config"))
+_MAX_LOSSES = 100  # that run.json has
 
 
 class ClockPair(NamedTuple):
@@ -131,11 +70,17 @@ class ClockPair(NamedTuple):
 
 
 class RemoteTelemetry:
-    """The connection to a server's machine. `start` opens it; samples go to the file that `sample_to` names."""
+    """The connection to a server's machine. `start` opens it; samples go to the file that `sample_to` names.
+
+    `report` is called with a sentence when the connection is lost, and when it is open again.
+    """
 
     def __init__(self, address: SshAddress) -> None:
         self.address = address
         self.last_failure: str | None = None
+        self.report: Callable[[str], None] = lambda text: None
+        self._losses: list[ConnectionLoss] = []
+        self._started_s = time.monotonic()
         self._sink: tuple[Path, str] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -156,9 +101,13 @@ class RemoteTelemetry:
             session.close()
             raise
         self._thread.start()
-        machine = masked(start.machine, "known")
+        machine, dropped = check_machine(start.machine)
         return RemoteMachine(
-            machine=machine, harness=printable(start.harness[:100]), offset_s=clock.offset_s, error_s=clock.error_s
+            machine=machine,
+            harness=printable(start.harness[:100]),
+            offset_s=clock.offset_s,
+            error_s=clock.error_s,
+            dropped=dropped,
         )
 
     def sample_to(self, path: Path | None, cell: str = "") -> None:
@@ -190,6 +139,11 @@ class RemoteTelemetry:
             with contextlib.suppress(OSError):  # a full disk ends the run by other means
                 append_sample(path, replace(sample, cell=cell))
 
+    def losses(self) -> list[ConnectionLoss]:
+        """The times without a connection until now."""
+        with self._lock:
+            return [*self._losses]
+
     def _keep_reading(self) -> None:
         """Wait for the end of the connection, and open it again, until `close`."""
         attempt = 0
@@ -197,13 +151,32 @@ class RemoteTelemetry:
             session = self._session
             if session is not None:
                 session.keep_pinging(self._stop)
-                self.last_failure = session.failure() if not self._stop.is_set() else self.last_failure
+                if not self._stop.is_set():
+                    self._note_loss(session.failure())
                 session.close()
                 attempt = 0 if time.monotonic() - session.opened_s > _LASTING_S else attempt
             if self._stop.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)]):
                 return
             attempt += 1
             self._session = self._reopened()
+
+    def _note_loss(self, reason: str) -> None:
+        """Record that the connection is lost, and print it."""
+        self.last_failure = reason
+        after_s = time.monotonic() - self._started_s
+        with self._lock:
+            is_full = len(self._losses) >= _MAX_LOSSES
+            if not is_full:
+                self._losses.append(ConnectionLoss(host=self.address.host, after_s=after_s, reason=reason))
+        if not is_full:
+            text = f"the connection to {self.address.host} was lost after {after_s:.0f} s: {reason}"
+            self.report(f"--telemetry: {text}. It is opened again; until then there are no samples")
+
+    def _change_loss(self, **changes: Any) -> None:
+        """Complete the loss that is going on."""
+        with self._lock:
+            if self._losses and self._losses[-1].lasted_s is None:
+                self._losses[-1] = replace(self._losses[-1], **changes)
 
     def _reopened(self) -> "_SshRun | None":
         session = None
@@ -213,9 +186,17 @@ class RemoteTelemetry:
                 self._session = session  # `close` ends it, also while it connects
             if not self._stop.is_set():
                 session.wait_for_start()
+                losses = self.losses()
+                lasted_s = time.monotonic() - self._started_s - losses[-1].after_s
+                self._change_loss(lasted_s=lasted_s)
+                self.report(f"--telemetry: the connection to {self.address.host} is open again")
                 return session
         except (OSError, HarnessError) as error:
-            self.last_failure = str(error)
+            # The first reason is often only that the connection ended; the reason that it stays closed says more.
+            printed = None if session is None else session.printed_reason()
+            self.last_failure = printed or str(error).removeprefix("--telemetry: ")
+            if not self._stop.is_set():
+                self._change_loss(reason=self.last_failure)
         if session is not None:
             session.close()
         return None
@@ -348,7 +329,12 @@ class _SshRun:
 
     def failure(self) -> str:
         """Why the connection ended."""
-        return self._why or self._error_text() or "the connection ended"
+        return self.printed_reason() or "the connection ended"
+
+    def printed_reason(self) -> str:
+        """Why the connection ended, by what it sent or ssh printed; empty: neither shows it."""
+        self._readers[1].join(1.0 if self._is_over else 0.0)  # of what ssh prints last
+        return self._why or self._error_text().removeprefix("ssh: ")
 
     def _end(self) -> None:
         with self._changed:
@@ -359,9 +345,10 @@ class _SshRun:
         with self._changed:
             return min(self._clocks, key=lambda pair: pair.error_s, default=None)
 
-    def _error_text(self) -> str:
-        lines = printable(masked(self._errors.decode("utf-8", "replace"), "known")).strip().splitlines()
-        return lines[-1][:300] if lines else ""
+    def _error_text(self, *, whole: bool = False) -> str:
+        """The last line that ssh printed, or all that is kept of it."""
+        text = printable(masked(self._errors.decode("utf-8", "replace"), "known")).strip()
+        return text if whole or not text else text.splitlines()[-1][:300]
 
     def _start_error(self) -> HarnessError:
         host = self._address.host
@@ -375,18 +362,20 @@ class _SshRun:
         if self._why:
             return HarnessError(f"--telemetry: {host} sends no telemetry: {self._why}", next_step=f"Try it: {words}")
         if code == 255:
-            words = self._address.login()
-            step = f"Connect once by hand, so that its host key is known, with a key that needs no password: {words}"
+            advice = connection_advice(self._address, self._error_text(whole=True))
             return HarnessError(
-                f"--telemetry: no connection to {host}: {said or 'no reason was given'}", next_step=step
+                f"--telemetry: no connection to {host}: {said or 'no reason was given'}", next_step=advice
             )
         if code is None:
             return HarnessError(
                 f"--telemetry: no answer from {host} within {START_S:g} s", next_step=f"Try it: {words}"
             )
         name = shlex.join(self._address.command)
-        what = f"--telemetry: {host} has no usable command '{name}' (exit code {code}{f': {said}' if said else ''})"
-        step = f"Install the harness there, or name it: --telemetry 'ssh://{host}?command=/path/to/harness'"
+        if code == 0:
+            what = f"--telemetry: the command on {host} ended and sent no telemetry: {name}"
+            return HarnessError(what, next_step=f"Check that it starts the harness. Try it: {words}")
+        what = f"--telemetry: {host} has no usable command (exit code {code}{f': {said}' if said else ''}): {name}"
+        step = f"Install the harness there, or name it: {self._address.with_command('/path/to/harness')}"
         return HarnessError(what, next_step=step)
 
     def _read_errors(self) -> None:
@@ -481,7 +470,7 @@ def on_our_clock(record: StreamSample, clock: ClockPair, now_s: float) -> Teleme
     wall_s = clock.wall_s + record.monotonic_s - clock.monotonic_s
     if not now_s - _MAX_AGE_S <= wall_s <= now_s + _MAX_AHEAD_S:
         return None
-    names = [name for name in record.gpus if _NODE.fullmatch(name)][:_MAX_GPUS]
+    names = [name for name in record.gpus if _NODE.fullmatch(name)][:MAX_GPUS]
     kernel = None
     if record.kernel is not None:
         kernel = [

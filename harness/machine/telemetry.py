@@ -283,7 +283,8 @@ class Meter:
             ticks = [int(word) for word in line[1:9]]  # guest time is included in the first two
             total, active = sum(ticks), sum(ticks) - ticks[3] - ticks[4]
             if self._cpu_ticks is not None and total > self._cpu_ticks[0]:
-                busy = max(0.0, (active - self._cpu_ticks[1]) / (total - self._cpu_ticks[0]))
+                busy = (active - self._cpu_ticks[1]) / (total - self._cpu_ticks[0])
+                busy = min(1.0, max(0.0, busy))  # the kernel's time of waiting for a disk may decrease
             self._cpu_ticks = total, active
         available_kib = _find_field(files.get("proc/meminfo", b""), b"MemAvailable:")
         if busy is None and available_kib is None:

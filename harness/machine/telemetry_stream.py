@@ -10,13 +10,13 @@ import select
 import sys
 import threading
 import time
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from harness.machine.gpus import read_machine
 from harness.machine.telemetry import INTERVAL_S, KernelLog, Meter, find_files, read_files, telemetry_root
-from harness.records.manifest import Machine
 from harness.records.records import Number, Seconds, Whole
 from harness.records.samples import GpuSample, HostSample, KernelLine
 
@@ -35,7 +35,7 @@ class StartRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="star
     wall_s: Seconds
     monotonic_s: Seconds
     interval_s: Number
-    machine: Machine
+    machine: dict[str, Any]  # a Machine; its receiver checks each fact
 
 
 class StreamSample(Struct, frozen=True, kw_only=True, tag_field="kind", tag="sample", omit_defaults=True):
@@ -85,7 +85,7 @@ def send_telemetry(version: str, interval_s: float = INTERVAL_S) -> None:
             wall_s=time.time(),
             monotonic_s=time.monotonic(),
             interval_s=interval_s,
-            machine=read_machine(root),
+            machine=msgspec.to_builtins(read_machine(root)),
         )
     )
     # Reading a file of a driver that hangs must not keep the process alive.

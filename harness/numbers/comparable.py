@@ -203,9 +203,9 @@ def collect_facts(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
         for key, value in median_measurements([cell.served_by for cell in cells]).items():
             facts[f"servers.{server}.{key}"] = value
     flatten("scenario", {key: value for key, value in scenario.items() if key not in _IGNORED_SCENARIO_KEYS}, facts)
-    flatten("machine", msgspec.to_builtins(run.machine), facts)
-    if run.remote is not None:
-        flatten("server_machine", msgspec.to_builtins(run.remote.machine), facts)
+    flatten("machine", msgspec.to_builtins(run.server_machine), facts)
+    if run.remote is not None:  # else it is the server's: a comparison of machines changes both
+        flatten("load_generator", msgspec.to_builtins(run.machine), facts)
     flatten("versions", dict(run.versions), facts)
     facts["git_commit"] = run.git_commit
     if run.origin is None:

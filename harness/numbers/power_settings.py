@@ -38,7 +38,7 @@ def differing_settings(first: Machine, second: Machine) -> list[str]:
 
 def power_note(runs: Sequence[Run]) -> Reason | None:
     """A note on runs whose power settings differ, or are not known of some of them; None: they are alike."""
-    machines = {run.id: run.machine for run in runs}
+    machines = {run.id: run.server_machine for run in runs}
     keys = [key for key in (*POWER_KEYS, LEVEL) if len(_values(machines, key)) > 1]
     if keys:
         parts = [

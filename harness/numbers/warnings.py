@@ -25,7 +25,7 @@ from harness.numbers.validity import (
     resent_reason,
     throttling_reasons,
 )
-from harness.records.manifest import Run, ServedBy
+from harness.records.manifest import RemoteMachine, Run, ServedBy
 from harness.records.records import AT_MOST, KNOWN_FINISHES, MAX_CPU, BadField, ProcessMark
 from harness.records.samples import MAX_GAP_S, MachineLoad
 from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
@@ -318,6 +318,7 @@ def telemetry_notes(run: Run, cells: Sequence[CellSummary], sampled: Collection[
     """
     measured = [cell for cell in cells if cell.id in run.ran and cell.failed is None]
     if run.remote is not None:
+        yield from _remote_machine_notes(run.remote)
         lost = sum(cell.machine_load is None for cell in measured)
         if lost:
             cells_text = f"{lost:,} of {count(len(measured), 'cell')}"
@@ -330,6 +331,26 @@ def telemetry_notes(run: Run, cells: Sequence[CellSummary], sampled: Collection[
         text = "the server is on another machine: its GPU, its memory and its kernel log were not sampled, so heat, "
         text += "energy and the share of the hardware are not known. `--telemetry ssh://HOST` samples them there"
         yield because("telemetry_elsewhere", text)
+
+
+def _remote_machine_notes(remote: RemoteMachine) -> Iterator[Reason]:
+    """Notes on a lost connection to the server's machine, and on facts that it sent and that cannot be."""
+    if remote.losses:
+        first, times = remote.losses[0], len(remote.losses)
+        text = f"telemetry: the connection to {first.host} was lost after {first.after_s:.0f} s: {first.reason}"
+        if times > 1:
+            text += f" (and {count(times - 1, 'more time')})"
+        gone_s = sum(loss.lasted_s for loss in remote.losses if loss.lasted_s is not None)
+        is_back = all(loss.lasted_s is not None for loss in remote.losses)
+        text += f"; without samples for {gone_s:.0f} s" if is_back else "; it was not open again at the end"
+        yield because(
+            "telemetry_connection_lost", text, host=first.host, after_s=first.after_s, reason=first.reason, times=times,
+            lost_s=gone_s if is_back else None,
+        )  # fmt: skip
+    if remote.dropped:
+        text = f"the machine {remote.machine.name} sent facts of itself that cannot be, which count as not known: "
+        text += f"{', '.join(remote.dropped)}"
+        yield because("telemetry_invalid_facts", text, machine=remote.machine.name, facts=remote.dropped)
 
 
 def session_notes(run: Run) -> Iterator[Reason]:

@@ -209,7 +209,7 @@ def collect_board(results: Path, shipped: Path) -> Board:
     groups = [_make_group(members) for _, members in sorted(same_work.items())]
     own = results / THIRD_PARTY
     return Board(
-        machines=dict(sorted({run.machine.name: _describe_machine(run) for run, _ in runs}.items())),
+        machines=dict(sorted({run.server_machine.name: _describe_machine(run) for run, _ in runs}.items())),
         groups=sorted(
             (group for group in groups if group.entries),
             key=lambda group: (group.simulated, group.scenario, group.model),
@@ -270,7 +270,7 @@ def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
     numbers = row.pooled
     valid = summary.valid is True and run.status == "valid"
     return Entry(
-        machine=run.machine.name,
+        machine=run.server_machine.name,
         server=row.server,
         load=row.load,
         metric=metric,
@@ -278,7 +278,7 @@ def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
         mean=None if mean is None else mean.value,
         low=None if mean is None else mean.low,
         high=None if mean is None else mean.high,
-        power=power_text(run.machine),
+        power=power_text(run.server_machine),
         output_tok_s=_mean(row, cells, "output_tok_s"),
         ttft_p50=_mean(row, cells, "ttft_p50"),
         errors=numbers.failed,
@@ -299,8 +299,8 @@ def _mean(row: Row, cells: Mapping[str, CellSummary], metric: str) -> float | No
 
 def _describe_machine(run: Run) -> str:
     """The GPUs of a machine, else its CPU."""
-    gpus = Counter(str(gpu.get("name") or gpu.get("target")) for gpu in run.machine.gpus)
-    return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in gpus.items()) or run.machine.cpu or ""
+    gpus = Counter(str(gpu.get("name") or gpu.get("target")) for gpu in run.server_machine.gpus)
+    return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in gpus.items()) or run.server_machine.cpu or ""
 
 
 def board_page(board: Board) -> list[Element]:
@@ -370,7 +370,7 @@ def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[P
     run = read_run(folder)
     summary = analyse(folder).summary
     _refuse_result(run, summary)
-    target = results.joinpath(*map(folder_name, (run.machine.name, run.scenario_name, run.id)))
+    target = results.joinpath(*map(folder_name, (run.server_machine.name, run.scenario_name, run.id)))
     files = {
         "run.json": pretty_json(run),
         "summary.json": pretty_json(summary),

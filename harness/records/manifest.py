@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, to_builtins
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from harness.base import metrics
 from harness.base.errors import HarnessError
@@ -15,6 +15,7 @@ from harness.base.reason import Reason, because, sentence
 from harness.base.redact import masked
 from harness.base.versions import FORMAT_VERSION
 from harness.records.records import Seconds, Whole
+from harness.records.value_limits import GPU_FACTS, MACHINE_FACTS, valid_facts
 from harness.scenario import Scenario, size_problem
 from harness.scenario.plan import Cell
 from harness.scenario.workers import Workers
@@ -216,14 +217,30 @@ class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     docker: str | None = None
     rocm: str | None = None  # of the host; an engine in a container has its own
 
+    def __post_init__(self) -> None:
+        force_setattr(self, "gpus", [valid_facts(gpu, GPU_FACTS) for gpu in self.gpus])
+        for name, value in valid_facts({"cores": self.cores, "ram_bytes": self.ram_bytes}, MACHINE_FACTS).items():
+            force_setattr(self, name, value)
+
+
+class ConnectionLoss(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A time without a connection to the server's machine."""
+
+    host: str  # as `--telemetry` names it
+    after_s: Seconds  # since the start of the run
+    lasted_s: Seconds | None = None  # None: it did not come back
+    reason: str
+
 
 class RemoteMachine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The server's machine, whose telemetry came over ssh (`--telemetry`)."""
+    """The server's machine, of which telemetry came over ssh (`--telemetry`)."""
 
     machine: Machine
     harness: str  # its version there
     offset_s: float  # by which the wall clock there was ahead of ours at the start; samples are on ours
     error_s: float  # of the offset, and of the samples' times: at most so much, either way
+    dropped: list[str] = []  # facts of `machine` that were no valid values, by their path
+    losses: list[ConnectionLoss] = []
 
 
 class RowOrigin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -310,6 +327,11 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def served(self) -> list[CellRun]:
         """The cells that had a server: of a setting that failed, only the cell in which its server died."""
         return [cell for cell in self.cells if cell.failed is None or cell.served_by.url]
+
+    @property
+    def machine_names(self) -> tuple[str, str | None]:
+        """The server's machine, and that of the load where it is known to be another one."""
+        return self.server_machine.name, None if self.remote is None else self.machine.name
 
     @property
     def server_machine(self) -> Machine:

@@ -1,6 +1,7 @@
 """Samples of a server's own metrics (metrics.jsonl) and of its machine (telemetry.jsonl), and their summaries.
 
-`harness.machine.telemetry` samples machines. A value that could not be read is None and left out of the files.
+`harness.machine.telemetry` samples machines. A value that could not be read, or that cannot be, is None and left out
+of the files.
 """
 
 import itertools
@@ -25,6 +26,7 @@ from harness.base.https import open_session
 from harness.base.measured import median_of_known
 from harness.engines import engines
 from harness.records.records import Number, ProcessMark, Seconds, Whole
+from harness.records.value_limits import drop_impossible
 
 
 class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -367,12 +369,18 @@ class GpuSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     held_back: dict[str, Number] | None = None
     energy_j: Number | None = None  # a counter that started at an unknown time
 
+    def __post_init__(self) -> None:
+        drop_impossible(self)
+
 
 class HostSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """The machine that the server is on."""
 
     cpu_busy: Number | None = None  # 0 to 1 of all cores, since the last sample
     memory_available_bytes: Whole | None = None
+
+    def __post_init__(self) -> None:
+        drop_impossible(self)
 
 
 class ContainerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -381,6 +389,9 @@ class ContainerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     cpu_cores: Number | None = None  # that it kept busy since the last sample
     memory_bytes: Whole | None = None  # without page cache that can be dropped, as `docker stats` counts
     listen_overflows: Whole | None = None  # ListenOverflows of its network namespace: a counter since its start
+
+    def __post_init__(self) -> None:
+        drop_impossible(self)
 
 
 class KernelLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -399,6 +410,9 @@ class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     host: HostSample | None = None
     container: ContainerSample | None = None
     kernel: list[KernelLine] | None = None  # that are new since the last sample; None: the log cannot be read
+
+    def __post_init__(self) -> None:
+        drop_impossible(self)
 
 
 OfCell = TypeVar("OfCell", MetricsSample, TelemetrySample, ProcessMark)

@@ -20,8 +20,8 @@ def describe_gpus(machine: Machine) -> str | None:
 
 
 def machine_facts(run: Run) -> dict[str, str | None]:
-    """The facts of the machine of a run; None: the manifest does not have it."""
-    machine = run.machine
+    """The facts of the server's machine; None: the manifest does not have it."""
+    machine = run.server_machine
     parameters = {key: value for key, value in machine.kernel_parameters.items() if key not in (*POWER_KEYS, _DRIVER)}
     return {
         "GPU": describe_gpus(machine),
@@ -57,6 +57,8 @@ def manifest_facts(run: Run) -> dict[str, str]:
     """All facts of a run by name, those of its servers with the server's name."""
     facts: dict[str, str | None] = {"Run": run.id, "Date": format_date(run.started_wall_s), "Model": run.scenario.model}
     facts |= machine_facts(run)
+    if run.remote is not None:
+        facts["Load generator"] = ", ".join(filter(None, (run.machine.name, run.machine.cpu)))
     by_server = {cell.server: cell.served_by for cell in reversed(run.served)}
     for server in run.scenario.servers:
         if server in by_server:

@@ -60,7 +60,7 @@ def code(text: str) -> str:
 
 def _machine(run: Run) -> str:
     facts = machine_facts(run)
-    return facts["GPU"] or facts["CPU"] or run.machine.name
+    return facts["GPU"] or facts["CPU"] or run.server_machine.name
 
 
 def _table_row(row: Row, cells: Mapping[str, CellSummary]) -> str:
@@ -87,7 +87,7 @@ def _facts(run: Run) -> list[str]:
     software += [f"amdgpu {facts['amdgpu driver']}" if facts["amdgpu driver"] else None]
     software += [f"ROCm {facts['ROCm of the host']}" if facts["ROCm of the host"] else None]
     lines = [
-        f"- memory: {code(memory)}; power: {code(power_text(run.machine) or UNKNOWN)}",
+        f"- memory: {code(memory)}; power: {code(power_text(run.server_machine) or UNKNOWN)}",
         f"- host: {code(', '.join(filter(None, software)) or UNKNOWN)}; kernel parameters: "
         f"{code(facts['Kernel parameters'] or UNKNOWN)}",
     ]

@@ -16,6 +16,7 @@ from harness.base.process import ORPHAN_GRACE_S, orphans_of, owner_labels
 from harness.base.redact import HIDDEN
 from harness.base.units import count
 from harness.machine import remote_telemetry
+from harness.machine.remote_telemetry import RemoteTelemetry
 from harness.numbers.comparable import ABSENT, flatten, format_values
 from harness.numbers.comparison import MAX_REPEATS
 from harness.numbers.summarize import summarize
@@ -83,9 +84,9 @@ def resume(
             progress.line(
                 "In a repeat that was not complete, servers that share compiled kernels (`caches`) begin again"
             )
-        file = RunFile(folder, _reopen(folder, run, kept, cells), progress.on_end, make_reference)
-        with remote_telemetry.opened(experiment.telemetry) as remote:
-            running = Running(file, experiment, progress, remote=None if remote is None else remote[0])
+        with _connected(experiment, run, progress) as connection:
+            file = RunFile(folder, _reopen(folder, run, kept, cells), progress.on_end, make_reference, connection)
+            running = Running(file, experiment, progress, remote=connection)
             return run_steps(running, remaining, run_cells if budget_s is None else budget_steps(budget_s, max_repeats))
 
 
@@ -118,11 +119,31 @@ def reopened(
         run, experiment = read_run(folder), recorded_experiment(folder, target, anew)
         _remove_leftovers(run, experiment, progress)
         progress.line(f"Run {run.id}: {count(len(kept), 'cell')} kept. Records go to {folder}")
-        yield Running(
-            RunFile(folder, _reopen(folder, run, set(kept), list(recorded_cells(run).values())), progress.on_end),
-            experiment,
-            progress,
-        )
+        with _connected(experiment, run, progress) as connection:
+            manifest = _reopen(folder, run, set(kept), list(recorded_cells(run).values()))
+            file = RunFile(folder, manifest, progress.on_end, remote=connection)
+            yield Running(file, experiment, progress, remote=connection)
+
+
+@contextlib.contextmanager
+def _connected(experiment: Experiment, run: Run, progress: Progress) -> Iterator[RemoteTelemetry | None]:
+    """Yield the connection to the server's machine; None without `--telemetry`.
+
+    Raises HarnessError when it is another machine than that of the kept cells.
+    """
+    with remote_telemetry.opened(experiment.telemetry) as remote:
+        if remote is None:
+            yield None
+            return
+        connection, now = remote
+        before = run.server_machine.name
+        if run.remote is not None and now.machine.name != before:
+            raise HarnessError(
+                f"--telemetry: the machine there is {now.machine.name}, and that of the kept cells is {before}",
+                next_step=f"Give the address of {before}, or run the scenario again.",
+            )
+        connection.report = progress.line
+        yield connection
 
 
 def recorded_experiment(folder: Path, target: Target | None = None, anew: str = "harness tune SCENARIO") -> Experiment:

@@ -62,9 +62,18 @@ MakeReference = Callable[[Run, Summary], Reference]  # the baseline of the check
 class RunFile:
     """run.json of a run in progress, written after each step."""
 
-    def __init__(self, folder: Path, manifest: Run, on_end: OnEnd, make_reference: MakeReference | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Run,
+        on_end: OnEnd,
+        make_reference: MakeReference | None = None,
+        remote: RemoteTelemetry | None = None,
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
+        self._remote = remote
+        self._earlier_losses = [] if manifest.remote is None else manifest.remote.losses  # of a resumed run
         self.on_end = on_end
         self.make_reference = make_reference
 
@@ -78,6 +87,9 @@ class RunFile:
         """Add results of cells, and write the manifest."""
         by_id = {cell_run.id: cell_run for cell_run in [*self.manifest.cells, *cell_runs]}
         order = dict.fromkeys([*self.manifest.order, *by_id, *planned])
+        if self._remote is not None and self.manifest.remote is not None:
+            losses = [*self._earlier_losses, *self._remote.losses()]
+            more["remote"] = replace(self.manifest.remote, losses=losses)
         self.manifest = replace(
             self.manifest,
             cells=[cell for name, cell in by_id.items() if only is None or name in only],
@@ -215,8 +227,11 @@ def create_run(
             f"{folder}: the run directory cannot be written ({error.strerror})",
             next_step="Make room if the disk is full, or give another folder with --runs DIR.",
         ) from None
-    file = RunFile(folder, manifest, progress.on_end, make_reference)
-    return Running(file, experiment, progress, remote=None if remote is None else remote[0])
+    connection = None if remote is None else remote[0]
+    if connection is not None:
+        connection.report = progress.line
+    file = RunFile(folder, manifest, progress.on_end, make_reference, connection)
+    return Running(file, experiment, progress, remote=connection)
 
 
 def manifest_of(

@@ -93,7 +93,11 @@ def test_a_connection_that_breaks_does_not_end_the_run(tmp_path: Path, url: str,
     assert summary.valid, summary.reasons
     (cell,) = summary.cells
     assert cell.machine_load is None or cell.machine_load.energy_j is None, "a gap has no energy"
-    assert {note.code for note in summary.notes} & {"telemetry_gap", "telemetry_lost"}
+    notes = {note.code: note for note in summary.notes}
+    assert notes.keys() & {"telemetry_gap", "telemetry_lost"}
+    lost = notes["telemetry_connection_lost"].values
+    assert lost["host"] == "127.0.0.1" and lost["after_s"] > 0 and lost["lost_s"] is None and lost["reason"]
+    assert "was lost" in " ".join(done.out.split()), "during the run, and on its page"
 
 
 def test_a_run_elsewhere_without_telemetry_says_so(tmp_path: Path, url: str, wording: Wording) -> None:

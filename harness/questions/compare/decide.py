@@ -113,7 +113,7 @@ def compare_sides(
     """The comparison of sides by their `comparable_rows`, without that of their answers."""
     all_runs = [run for side in sides for run in side.runs]
     pairs = [pair for compared_row in compared for pair in compared_row.pairs(equal)]
-    comparison = decide_verdicts(pairs, variation_source(pairs, equal, all_runs[0].machine.name))
+    comparison = decide_verdicts(pairs, variation_source(pairs, equal, all_runs[0].server_machine.name))
     verdicts = [msgspec.structs.replace(verdict, baseline=sides[0].name) for verdict in comparison.verdicts]
     check_results = []
     for number, side in enumerate(sides[1:], 1):

@@ -207,8 +207,8 @@ def _other_runs(runs: Path | None, results: Path | None) -> Iterator[tuple[Path,
 
 
 def _is_equal(run: Run, other: Run, rows: Sequence[RowKey], other_facts: dict[str, object]) -> bool:
-    if (run.machine.name, run.workload_sha256, run.simulated) != (
-        other.machine.name, other.workload_sha256, other.simulated,
+    if (run.machine_names, run.workload_sha256, run.simulated) != (
+        other.machine_names, other.workload_sha256, other.simulated,
     ):  # fmt: skip
         return False
     if not all(server in run.scenario.servers and load in run.scenario.loads for server, load in rows):

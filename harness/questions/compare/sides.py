@@ -54,8 +54,8 @@ def compare_runs(
         )
     _refuse_checks(groups, checks)
     sides = [_read_side(group, checks) for group in groups]
-    if is_across := about == "machine" and len({side.runs[0].machine.name for side in sides}) == len(sides):
-        sides = [side._replace(name=side.runs[0].machine.name) for side in sides]
+    if is_across := about == "machine" and len({side.runs[0].server_machine.name for side in sides}) == len(sides):
+        sides = [side._replace(name=side.runs[0].server_machine.name) for side in sides]
     rows, compared = comparable_rows(sides, about, with_sides=is_across or len(sides) > 2)
     equal = find_equal_runs([side.runs for side in sides], rows, runs, results)
     data = [(side.name, _read_data(group)) for side, group in zip(sides, groups, strict=True)]
@@ -93,7 +93,7 @@ def group_by_machine(folders: Sequence[Path]) -> list[list[Path]]:
     """Run directories grouped by machine, in the given order. Raises HarnessError for a single machine."""
     groups: dict[str, list[Path]] = {}
     for folder in folders:
-        groups.setdefault(read_run(folder).machine.name, []).append(folder)
+        groups.setdefault(read_run(folder).server_machine.name, []).append(folder)
     if len(groups) < 2:
         raise HarnessError(
             f"all runs are of one machine, {next(iter(groups), 'none')}",

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from harness.base.command_line import command_line
 from harness.base.errors import HarnessError
-from harness.base.files import SCENARIOS, inline_yaml, open_file, read_json
+from harness.base.files import RUNS_FOLDER, SCENARIOS, inline_yaml, open_file, read_json
 from harness.base.reason import Reason, because
 from harness.base.redact import HIDDEN
 from harness.base.units import milliseconds
@@ -96,6 +96,12 @@ def _most_at_once(rows: Rows) -> int:
     starts, ends = np.sort(rows.sent_s), np.sort(rows.sent_s + rows.ended_s)
     in_flight = np.arange(1, len(starts) + 1) - np.searchsorted(ends, starts, "right")
     return int(in_flight.max(initial=0))
+
+
+def _from_here(path: Path) -> Path:
+    """Return a path relative to the working directory, where it is below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def shorter(metric: str, title: str, before_s: float, factor: float) -> Reason:
@@ -327,8 +333,9 @@ class RowFacts(Struct, frozen=True, dict=True):
 
     def verify(self, about: str) -> str:
         """The commands that measure the same again and compare. `about`: the key in which the runs will differ."""
-        run = self.data.run
-        return f"{self.run_again}; {command_line('harness', 'compare', run.id, 'NEW', '--about', about)}"
+        where = [] if self._runs_folder is None else ["--runs", self._runs_folder]
+        compare = ["harness", "compare", self.data.run.id, "NEW", "--about", about, *where]
+        return f"{self.run_again}; {command_line(*compare)}"
 
     @property
     def is_quick(self) -> bool:
@@ -340,28 +347,42 @@ class RowFacts(Struct, frozen=True, dict=True):
         run, is_capacity = self.data.run, (self.data.folder / CAPACITY_FILE).exists()
         server = list[str]()
         if self.served.template is None and self.served.url:  # it ran already
-            options = {"--model": run.scenario.model, "--api-key-env": run.scenario.api_key_env}
-            given = [word for name, value in options.items() if value for word in (name, value)]
+            options: dict[str, Any] = {"--model": run.scenario.model, "--api-key-env": run.scenario.api_key_env}
+            others = {"--telemetry": self._inputs.get("telemetry"), "--runs": self._runs_folder}
+            given = [word for name, value in (options | others).items() if value for word in (name, value)]
             if self.is_quick:
                 return command_line("harness", "quick", self.served.url, *combination_words(run.scenario), *given)
             server = ["--url", self.served.url, *given]
         kind = run.scenario_name.removeprefix("capacity-")
         if is_capacity and server and kind != run.scenario_name:  # it was made for the running server
             return command_line("harness", "capacity", *server, "--user", kind)
-        return command_line("harness", "capacity" if is_capacity else "run", self._scenario_word, *server)
+        where = [] if server or self._runs_folder is None else ["--runs", self._runs_folder]
+        return command_line("harness", "capacity" if is_capacity else "run", self._scenario_word, *server, *where)
 
     @property
     def _scenario_word(self) -> str | Path:
         """The scenario as a command takes it: the name of one that ships, else the file that was run."""
         run = self.data.run
-        try:
-            path = Path(read_json(self.data.folder / INPUTS, dict[str, Any])["scenario"])
-        except (OSError, HarnessError, KeyError, TypeError):  # imported, or filed
+        path = self._inputs.get("scenario")
+        if not isinstance(path, str):
             return Path(f"{run.scenario_name}.yaml")
-        if path.parent == SCENARIOS:
+        if Path(path).parent == SCENARIOS:
             return run.scenario_name
-        here = Path.cwd()
-        return path.relative_to(here) if path.is_relative_to(here) else path
+        return _from_here(Path(path))
+
+    @cached_property
+    def _inputs(self) -> dict[str, Any]:
+        """inputs.json; empty for a run that is imported or filed."""
+        try:
+            return read_json(self.data.folder / INPUTS, dict[str, Any])
+        except (OSError, HarnessError):
+            return {}
+
+    @property
+    def _runs_folder(self) -> Path | None:
+        """The folder of a run that is not in the usual one; None: it is, or it was imported or filed."""
+        folder = self.data.folder.resolve().parent
+        return _from_here(folder) if self._inputs and folder != RUNS_FOLDER.resolve() else None
 
     def _spell(self, changes: dict[str, Any]) -> dict[str, str]:
         """By place the text that makes these changes, as this server is configured."""

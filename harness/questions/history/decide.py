@@ -147,7 +147,7 @@ def decide_history(
     return History(
         run=run.id,
         scenario=run.scenario_name,
-        machine=run.machine.name,
+        machine=run.server_machine.name,
         model=run.scenario.model,
         workload_sha256=run.workload_sha256,
         simulated=run.simulated,
@@ -158,8 +158,8 @@ def decide_history(
         sides=[side.id for side in sides],
         differences=find_differences(facts) if earlier else [],
         without_records=without_records,
-        unknown_power=[other.id for other in all_runs if power_text(other.machine) is None]
-        if power_text(run.machine) is not None
+        unknown_power=[other.id for other in all_runs if power_text(other.server_machine) is None]
+        if power_text(run.server_machine) is not None
         else [],
     )
 
@@ -168,12 +168,12 @@ def exclusion(run: Run, current: Run) -> LeftOut | None:
     """Why a run is not part of the history of `current`; None: it is, if its summary is valid."""
     differing: dict[LeftOut, bool] = {
         "not_valid": run.status not in ("valid", "unchecked"),
-        "machine": run.machine.name != current.machine.name,
+        "machine": run.machine_names != current.machine_names,
         "engine_kind": run.simulated != current.simulated,
         "model": run.scenario.model != current.scenario.model,
         "workload": run.workload_sha256 != current.workload_sha256,
         "later": run.started_wall_s > current.started_wall_s,
-        "power": bool(differing_settings(run.machine, current.machine)),
+        "power": bool(differing_settings(run.server_machine, current.server_machine)),
     }
     return next((reason for reason, differs in differing.items() if differs), None)
 

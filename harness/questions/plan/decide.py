@@ -136,7 +136,7 @@ def forecast(
     package = any(row.machine_load is not None and row.machine_load.package for row in summary.rows)
     return Forecast(
         run=run.id,
-        machine=run.machine.name,
+        machine=run.server_machine.name,
         simulated=run.simulated,
         items=items,
         deadline_s=deadline_s,

@@ -26,7 +26,10 @@ from harness.scenario.behaviour import max_length
 from harness.scenario.plan import load_of_stage
 
 MIN_CACHED = 0.9  # share of a context; with less of it in the cache, the server computed it again
-NOTES = ("text_unread", "first_token_blank", "reasoning_hidden", "prefill_above_hardware")
+NOTES = (
+    "text_unread", "first_token_blank", "reasoning_hidden", "prefill_above_hardware", "telemetry_lost",
+    "telemetry_connection_lost",
+)  # fmt: skip
 
 
 class QuickLevel(Struct, frozen=True, kw_only=True):
@@ -64,6 +67,7 @@ class QuickReport(Struct, frozen=True, kw_only=True):
     prompt_tokens: int | None  # the median
     answer_tokens: int  # at most
     level_s: float | None  # seconds of each level
+    telemetry: str | None = None  # the server's machine, where another one than this was sampled
     share: float | None  # of what the hardware allows for one user
     share_sentence: str | None
     finding: RunFinding | None  # the worst one

@@ -39,6 +39,7 @@ _COLUMNS = (
     ),
 )  # fmt: skip
 LEGEND = "Per user: after the first token. Together: the wait for first tokens included. TTFT: the median."
+_TELEMETRY = "GPUs, memory and power are those of the server's machine, {machine}; this machine sent the load."
 _SHARE_UNKNOWN = "Share of what the hardware allows: not known (it takes a known GPU, and the model's files here)."
 
 
@@ -52,6 +53,7 @@ def quick_page(report: QuickReport) -> list[Element]:
         *_reasons(report),
         levels_grid(report.users),
         Paragraph(_about(report), "fine"),
+        *([] if report.telemetry is None else [Paragraph(_TELEMETRY.format(machine=report.telemetry), "fine")]),
         *([Bullets([Bullet(text, "inconclusive") for text in report.notes])] if report.notes else []),
         Paragraph(report.share_sentence or _SHARE_UNKNOWN),
         *_finding(report),

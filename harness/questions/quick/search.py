@@ -329,6 +329,7 @@ def quick_report(folder: Path, target: Target, options: Mapping[str, object]) ->
         prompt_tokens=median_prompt(cells),
         answer_tokens=max_length(load.output_tokens),
         level_s=load.duration_s,
+        telemetry=None if data.run.remote is None else data.run.remote.machine.name,
         share=None if share is None else share.values["share"],
         share_sentence=None if share is None else sentence(share),
         finding=next(iter(summary.findings or []), None),

@@ -20,11 +20,13 @@ def render(summary: Summary, run: Run) -> str:
         "run": run.id,
         "question": summary.question,
         "model": run.scenario.model,
-        "machine": run.machine.name,
+        "machine": run.server_machine.name,
         "workload_sha256": run.workload_sha256,
     }
     if summary.simulated:
         properties["simulated"] = words.SIMULATED
+    if run.remote is not None:
+        properties["load_generator"] = run.machine.name
     took_s = None if run.ended_wall_s is None else run.ended_wall_s - run.started_wall_s
     return document(summary.scenario, cases, properties, run.machine.name, run.started_wall_s, took_s)
 

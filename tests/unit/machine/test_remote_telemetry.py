@@ -11,7 +11,10 @@ import msgspec
 import pytest
 
 from harness.base.errors import HarnessError
+from harness.hardware.gpu_table import identify_gpu
 from harness.machine import remote_telemetry
+from harness.machine.gpus import select_container_gpus
+from harness.machine.remote_facts import check_machine
 from harness.machine.remote_telemetry import (
     MAX_BAD_BYTES,
     MAX_LINE_BYTES,
@@ -20,11 +23,20 @@ from harness.machine.remote_telemetry import (
     RemoteTelemetry,
     bounded_lines,
     on_our_clock,
-    parse_address,
 )
+from harness.machine.ssh_address import parse_address
 from harness.machine.telemetry_stream import StartRecord, StreamRecord, StreamSample
 from harness.records.manifest import Machine
-from harness.records.samples import GpuSample, HostSample, KernelLine, read_telemetry
+from harness.records.samples import (
+    ContainerSample,
+    GpuSample,
+    HostSample,
+    KernelLine,
+    TelemetrySample,
+    read_telemetry,
+)
+from harness.records.value_limits import GPU_FACTS
+from harness.report.manifest_facts import describe_gpus
 from tests.support.command import PATIENCE_S, until
 from tests.support.fake_gpus import gpu, host
 from tests.support.machines import write
@@ -32,7 +44,7 @@ from tests.support.wording import Wording
 
 NOW_S = 1_800_000_000.0
 CLOCK = ClockPair(wall_s=NOW_S - 5, monotonic_s=1000.0, offset_s=3600.0, error_s=0.01)
-START = StartRecord(harness="1", wall_s=1.0, monotonic_s=2.0, interval_s=1.0, machine=Machine(name="gpu-box"))
+START = StartRecord(harness="1", wall_s=1.0, monotonic_s=2.0, interval_s=1.0, machine={"name": "gpu-box"})
 
 
 # The address
@@ -43,6 +55,9 @@ def test_the_words_of_ssh() -> None:
     assert words[:5] == ["ssh", "-F", "/etc/c", "-p", "2222"]
     assert words[-3:] == ["--", "me@gpu-box", "/opt/venv/bin/harness telemetry --jsonl"]
     assert "BatchMode=yes" in words and "StrictHostKeyChecking=yes" in words
+    assert parse_address("ssh://GPU-Box?config=/a+b").words()[-2:] == ["GPU-Box", "harness telemetry --jsonl"]
+    assert parse_address("ssh://GPU-Box?config=/a+b&command=c++").config == "/a+b"
+    assert parse_address("ssh://GPU-Box?config=/a+b&command=c++").command == ("c++",)
     assert parse_address("ssh://[::1]").words()[-2:] == ["::1", "harness telemetry --jsonl"]
 
 
@@ -60,7 +75,8 @@ def test_no_word_of_the_command_reaches_the_remote_shell_unquoted() -> None:
     [
         "gpu-box", "http://gpu-box", "ssh://", "ssh://-oProxyCommand=x", "ssh://-x@gpu-box", "ssh://a b", "ssh://h:0",
         "ssh://h:99999", "ssh://h/path", "ssh://h?other=1", "ssh://h?command=", "ssh://h?command='", "ssh://u:secret@h",
-        "ssh://h#x", "ssh://h\n", "ssh://h;id", "ssh://[",
+        "ssh://h#x", "ssh://h?config=", "ssh://h?config=a&config=b", "ssh://h?command=a%00b", "ssh://h?command",
+        "ssh://h\n", "ssh://h;id", "ssh://[",
     ],
 )  # fmt: skip
 def test_what_is_no_address(text: str, wording: Wording) -> None:
@@ -168,6 +184,55 @@ def test_no_more_gpus_and_sensors_than_a_machine_has() -> None:
     assert not any("\n" in name for name in kept.gpus["renderD0"].temperatures_c)
 
 
+HOSTILE_GPU = {
+    "target": "gfx1151", "render_node": "/dev/dri/renderD128", "compute_units": [1], "vram_bytes": 1e300,
+    "gtt_bytes": "many", "integrated": 1, "firmware": {"smc": 3}, "name": "\x1b[1mcard\n", "other": {},
+}  # fmt: skip
+
+
+def test_facts_of_a_machine_that_cannot_be_are_missing() -> None:
+    sent = {
+        "name": "gpu-box",
+        "cores": -4,
+        "ram_bytes": 2**70,
+        "kernel": 6,
+        "gpus": [HOSTILE_GPU, 7, {"target": "../"}],
+    }
+    machine, dropped = check_machine(sent)
+    assert (machine.name, machine.cores, machine.ram_bytes, machine.kernel) == ("gpu-box", None, None, None)
+    assert [gpu["target"] for gpu in machine.gpus] == ["gfx1151", None]
+    assert machine.gpus[0] | {"name": None} == dict.fromkeys(GPU_FACTS) | {
+        "target": "gfx1151", "render_node": "/dev/dri/renderD128",
+    }  # fmt: skip
+    assert "\x1b" not in machine.gpus[0]["name"] and "\n" not in machine.gpus[0]["name"]
+    assert {"cores", "ram_bytes", "kernel", "gpus[1]", "gpus[2].target", "gpus[0].compute_units"} <= {*dropped}
+    assert {"gpus[0].vram_bytes", "gpus[0].gtt_bytes", "gpus[0].integrated", "gpus[0].firmware"} <= {*dropped}
+    assert check_machine({"name": 5, "gpus": "none"}) == (Machine(name="unknown"), ["name", "gpus"])
+    assert len(check_machine({"name": "a", "gpus": [{}] * 1000})[0].gpus) == 64
+
+
+def test_a_stored_machine_with_wrong_facts_can_be_read() -> None:
+    machine = msgspec.convert({"name": "a", "gpus": [HOSTILE_GPU]}, Machine)
+    spec = identify_gpu(machine.gpus[0])
+    assert spec is not None and spec.target == "gfx1151"
+    assert describe_gpus(machine) and select_container_gpus([{}], ["/dev/dri/renderD128"], {}) == []
+
+
+def test_values_that_cannot_be_are_missing() -> None:
+    heat = {"edge": 1e18, "junction": 71.0, "mem": -60.0}
+    wrong = {"busy_percent": 101, "vram_used_bytes": -1, "gtt_used_bytes": -(2**50), "power_w": -1e18, "clock_mhz": -1}
+    kept = msgspec.convert(
+        wrong | {"temperatures_c": heat, "held_back": {"heat": 5, "power": 0.5}, "energy_j": -1}, GpuSample
+    )
+    assert kept == GpuSample(temperatures_c={"junction": 71.0})
+    assert kept.held_back is None, "a share that cannot be is not known: it is not 0"
+    assert GpuSample(power_w=1e5 + 1) == GpuSample() and GpuSample(held_back={"heat": 1.0}).held_back == {"heat": 1.0}
+    assert HostSample(cpu_busy=-7, memory_available_bytes=-1) == HostSample()
+    assert ContainerSample(cpu_cores=-1, memory_bytes=2**61) == ContainerSample()
+    line = b'{"wall_s":1,"cell":"c","took_s":-3,"host":{"cpu_busy":1.5}}'
+    assert msgspec.json.decode(line, type=TelemetrySample) == TelemetrySample(wall_s=1, cell="c", host=HostSample())
+
+
 # Programs in place of ssh
 
 
@@ -197,6 +262,11 @@ def failure() -> HarnessError:
     "code",
     [
         "sys.stderr.write('Host key verification failed.\\n'); sys.exit(255)",
+        "sys.stderr.write('ssh: connect to host gpu-box port 22: Connection refused\\n'); sys.exit(255)",
+        "sys.stderr.write('ssh: Could not resolve hostname gpu-box: Name or service not known\\n'); sys.exit(255)",
+        "sys.stderr.write('Can\\'t open user config file /x: No such file or directory\\n'); sys.exit(255)",
+        "sys.stderr.write('me@gpu-box: Permission denied (publickey).\\n'); sys.exit(255)",
+        "print('garbage'); sys.exit(0)",
         "sys.stderr.write('\\x1b[1mbash: harness: command not found\\n'); sys.exit(127)",
         "sys.exit(0)",
         "[print('Welcome') for _ in range(60)]; sys.stdout.flush(); time.sleep(600)",
@@ -261,6 +331,8 @@ def test_a_connection_that_ends_is_opened_again(
     write(root, {"proc/sys/kernel/hostname": "gpu-box\n", "proc/sys/kernel/osrelease": "6.18\n"})
     ssh(REAL.format(root=str(root), pids=str(pids)))
     remote = RemoteTelemetry(parse_address("ssh://gpu-box"))
+    reports: list[str] = []
+    remote.report = reports.append
     began_s = time.time()
     found = remote.start()
     assert (found.machine.name, found.machine.kernel) == ("gpu-box", "6.18")
@@ -274,6 +346,10 @@ def test_a_connection_that_ends_is_opened_again(
         sampler.cell = "e"
         until(lambda: "e" in read_telemetry(path))
         assert sampler.last_failure
+    (loss,) = remote.losses()
+    assert (loss.host, loss.reason) == ("gpu-box", sampler.last_failure)
+    assert loss.after_s >= 0 and loss.lasted_s is not None
+    assert len(reports) == 2 and "gpu-box" in reports[0]
     remote.close()
     kept = read_telemetry(path)
     assert [kept[cell][0].gpus["renderD128"].power_w for cell in ("c", "d", "e")] == [120.0] * 3
@@ -281,6 +357,29 @@ def test_a_connection_that_ends_is_opened_again(
     assert times == sorted(times) and began_s - 1 < times[0] and times[-1] < time.time() + 1
     last = int(pids.read_text().split()[-1])
     until(lambda: not Path(f"/proc/{last}").exists())
+
+
+def test_why_a_connection_stays_closed_is_the_reason(
+    ssh: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pids"
+    ssh(
+        f"if os.path.exists({str(pids)!r}): sys.stderr.write('ssh: Connection refused\\n'); sys.exit(255)\n"
+        + REAL.format(root=str(tmp_path), pids=str(pids))
+    )
+    remote = RemoteTelemetry(parse_address("ssh://gpu-box"))
+    remote.start()
+    os.kill(int(pids.read_text().split()[0]), 9)
+    until(lambda: [loss.reason for loss in remote.losses()] == ["Connection refused"])
+    assert remote.losses()[0].lasted_s is None
+    remote.close()
+
+
+def test_the_address_with_another_command_keeps_its_other_parts() -> None:
+    text = parse_address("ssh://me@GPU-Box:22?config=/a%20b").with_command("/path/to/harness")
+    assert text == "--telemetry 'ssh://me@GPU-Box:22?command=/path/to/harness&config=/a%20b'"
+    assert parse_address(text.split("'")[1]).config == "/a b"
+    assert "ssh://[::1]?" in parse_address("ssh://[::1]").with_command("h")
 
 
 def test_the_other_side_ends_with_its_input_and_its_output(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from harness.base.files import RESULTS
 from harness.base.reason import because
 from harness.numbers.summarize import read_summary, summarize, write_summary
 from harness.questions import results as boards
+from harness.questions.report import junit_cases
 from harness.questions.results import Figure, add_result, collect_board, read_figures
 from harness.records.directory import folder_name
-from harness.records.manifest import Machine, read_run, write_run
+from harness.records.manifest import Machine, RemoteMachine, read_run, write_run
 from harness.report.html import render_page
 from harness.report.markdown import render
+from harness.report.result_card import render_card
 from harness.scenario.plan import Cell
 from tests.support.command import called
 from tests.support.made_runs import WALL_S, served_by, write_made_run
@@ -36,6 +38,26 @@ def board_html(board: boards.Board) -> str:
 
 def steady(factor: float = 1.0) -> Callable[[Cell], float]:
     return lambda cell: factor * (10.0 if cell.server == "a" else 8.0) * (1 + 0.001 * cell.repeat)
+
+
+def test_a_run_is_filed_and_shown_under_the_machine_of_its_server(tmp_path: Path) -> None:
+    parameters = {"power profile": "performance"}
+    gpus = [{"target": "gfx1151", "name": "Strix Halo"}]
+    box = Machine(name="gpu-box", cpu="Ryzen AI", ram_bytes=128 * 2**30, kernel="6.18", gpus=gpus,
+                  kernel_parameters=parameters)  # fmt: skip
+    remote = RemoteMachine(machine=box, harness="1", offset_s=0.0, error_s=0.01)
+    run = write_made_run(tmp_path / "one", steady(), remote=remote)
+    target, _ = add_result(tmp_path / "one", tmp_path / "results")
+    assert target == tmp_path / "results/gpu-box/which/one"
+    board = collect_board(tmp_path / "results", tmp_path)
+    assert board.machines == {"gpu-box": "Strix Halo"}
+    assert {entry.machine for group in board.groups for entry in group.entries} == {"gpu-box"}
+    assert {entry.power for group in board.groups for entry in group.entries} == {"performance"}
+    facts = board.manifests["one"]
+    assert (facts["CPU"], facts["Kernel"], facts["Load generator"]) == ("Ryzen AI", "6.18", run.machine.name)
+    card = render_card(run, read_summary(target), is_shipped=False)
+    assert "Strix Halo" in card and "6.18" in card and "performance" in card
+    assert '"gpu-box"' in junit_cases.render(read_summary(target), run)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -11,8 +11,9 @@ from harness.numbers.comparable import format_values, run_differences
 from harness.numbers.comparison import Difference
 from harness.questions.compare.page import comparison_page
 from harness.questions.compare.sides import compare_runs, group_by_machine
+from harness.questions.history.decide import exclusion
 from harness.questions.results import add_result
-from harness.records.manifest import Machine, ServedBy, read_run
+from harness.records.manifest import Machine, RemoteMachine, ServedBy, read_run
 from harness.report.elements import Chart, Grid
 from harness.report.markdown import render
 from harness.scenario import Server
@@ -83,6 +84,26 @@ def test_across_machines_nothing_else_may_differ(two: tuple[Path, Path], tmp_pat
     with pytest.raises(HarnessError) as caught:
         group_by_machine([two[1], tmp_path / "three"])
     wording(caught.value)
+
+
+def of_server(name: str) -> RemoteMachine:
+    return RemoteMachine(machine=Machine(name=name, cpu="EPYC"), harness="1", offset_s=0.0, error_s=0.01)
+
+
+def test_two_servers_elsewhere_are_two_machines(tmp_path: Path) -> None:
+    """Measured from one machine, they differ in the server's alone; from two machines, also in what sends the load."""
+    for name, remote in (("one", "box-1"), ("two", "box-2")):
+        write_made_run(tmp_path / name, steady(), remote=of_server(remote))
+    write_made_run(tmp_path / "other", steady(), remote=of_server("box-2"), machine=MI300X)
+    groups = group_by_machine([tmp_path / "one", tmp_path / "two"])
+    made = compare_runs(groups, about="machine")
+    assert made.sides == ["box-1", "box-2"]
+    assert [difference.key for difference in made.differences] == ["machine.name"]
+    with pytest.raises(HarnessError) as caught:
+        compare_runs(group_by_machine([tmp_path / "one", tmp_path / "other"]), about="machine")
+    assert "load_generator.name" in str(caught.value)
+    first, other = read_run(tmp_path / "two"), read_run(tmp_path / "other")
+    assert exclusion(first, other) == "machine" and exclusion(first, first) is None
 
 
 def test_the_commands(two: tuple[Path, Path], tmp_path: Path, wording: Wording) -> None:

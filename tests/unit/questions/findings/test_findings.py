@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from msgspec import Struct
@@ -917,6 +918,16 @@ def test_the_command_that_verifies_works_for_a_server_that_ran_already(tmp_path:
         facts = RowFacts(load(folder), (summary := summarize(folder)), summary.rows[0])
         return facts.run_again.replace(run.scenario_name, "NAME")
 
+    inputs = {"scenario": "/elsewhere/NAME.yaml", "telemetry": "ssh://gpu-box?config=/a"}
+    ran = replace(served_by(), url="http://127.0.0.1:8000", template=None)
+    run = write_made_run(tmp_path / "runs of me/one", served=lambda cell: ran)
+    (tmp_path / "runs of me/one/inputs.json").write_bytes(msgspec.json.encode(inputs))
+    facts = RowFacts(
+        load(tmp_path / "runs of me/one"), (summary := summarize(tmp_path / "runs of me/one")), summary.rows[0]
+    )
+    where = ["--runs", str(tmp_path / "runs of me")]
+    assert shlex.split(facts.run_again)[-4:] == ["--telemetry", inputs["telemetry"], *where]
+    assert shlex.split(facts.verify("effective"))[-2:] == where and run.id in facts.verify("effective")
     assert again("vllm-cpu") == "harness run NAME.yaml"
     assert again(None) == "harness run NAME.yaml --url http://127.0.0.1:8000 --model m"
     assert again(None, "capacity.json") == "harness capacity NAME.yaml --url http://127.0.0.1:8000 --model m"
