@@ -55,7 +55,7 @@ def test_a_run_is_filed_and_shown_under_the_machine_of_its_server(tmp_path: Path
     assert {entry.power for group in board.groups for entry in group.entries} == {"performance"}
     facts = board.manifests["one"]
     assert (facts["CPU"], facts["Kernel"], facts["Load generator"]) == ("Ryzen AI", "6.18", run.machine.name)
-    card = render_card(run, read_summary(target), is_shipped=False)
+    card = render_card(run, read_summary(target), "harness run which.yaml")
     assert "Strix Halo" in card and "6.18" in card and "performance" in card
     assert '"gpu-box"' in junit_cases.render(read_summary(target), run)
 
