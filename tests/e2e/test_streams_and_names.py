@@ -332,4 +332,4 @@ def test_a_finding_is_verified_with_the_path_that_was_run(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     assert facts.run_again == "harness run 'my scenarios/two.yaml'"
     monkeypatch.chdir(folder.parent / "runs")
-    assert facts.run_again == command_line("harness", "run", folder / "two.yaml")
+    assert facts.run_again == command_line("harness", "run", folder / "two.yaml", "--runs", ".")

@@ -67,10 +67,11 @@ def test_chunks_carry_the_kernels_time(on_vllm: Timed) -> None:
     records = [record for record in on_vllm.ran.records if record.cell in CELLS]
     assert stamped_by_kernel(records)
     for record in records:
-        assert 1 < len(record.chunks_s) <= TOKENS  # vLLM may send what it has made meanwhile as one chunk
+        assert 1 <= len(record.chunks_s) <= TOKENS  # vLLM may send what it has made meanwhile as one chunk
         assert record.headers_s is not None and 0 < record.headers_s <= record.chunks_s[0] + 0.01
         assert record.chunks_s == sorted(record.chunks_s)
         assert record.chunks_s[-1] <= record.ended_s
+    assert any(len(record.chunks_s) > 1 for record in records)
 
 
 def test_answers_of_a_burst_grow_together(on_vllm: Timed, say: Say) -> None:
