@@ -1,7 +1,7 @@
 """`harness telemetry --jsonl`: samples of this machine as lines of JSON, for a harness on another machine.
 
 The first line is a StartRecord. Then follows a StreamSample each interval, and a ClockReading for each line `ping N` of
-the standard input. It ends when the input ends, when nobody reads the output, and after MAX_SILENCE_S without a ping:
+the standard input. It ends when the input ends, when its output is closed, and after MAX_SILENCE_S without a ping:
 then the connection is lost.
 """
 
@@ -72,7 +72,7 @@ class _Output:
             with self._lock:
                 sys.stdout.buffer.write(msgspec.json.encode(record) + b"\n")
                 sys.stdout.buffer.flush()
-        except (OSError, ValueError):  # nobody reads it any more
+        except (OSError, ValueError):  # its reader has ended
             self.is_lost.set()
 
 
@@ -91,7 +91,7 @@ def send_telemetry(version: str, interval_s: float = INTERVAL_S) -> None:
     # Reading a file of a driver that hangs must not keep the process alive.
     threading.Thread(target=_keep_sampling, args=(output, interval_s), name="telemetry", daemon=True).start()
     _answer_pings(output)
-    # Without a flush of what nobody reads.
+    # Without a flush: the reader has ended.
     os._exit(0)
 
 

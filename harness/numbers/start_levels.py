@@ -65,7 +65,7 @@ def fit_levels(starts: Sequence[tuple[int, float]]) -> StartLevels:
     fitted: NDArray[np.float64] = covariance @ (design.T @ logs)
     residuals = logs - design @ fitted
     freedom = count - design.shape[1]
-    # Equal values have no scatter; the last bits of a least-squares fit are none.
+    # Equal values have no scatter: the last bits of a least-squares fit are rounding.
     squares = float(residuals @ residuals)
     variance = squares / freedom if freedom and squares > 1e-20 * count else 0.0
     return StartLevels(entries, fitted, covariance, variance, freedom)

@@ -206,7 +206,7 @@ def _rate(amount: float | None, duration_s: float) -> float | None:
 
 
 def _total(values: Floats) -> int | None:
-    """The sum; None if a value is not known, or there is none."""
+    """The sum; None without values, or if one of them is not known."""
     return None if not len(values) or np.isnan(values).any() else int(values.sum())
 
 

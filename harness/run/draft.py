@@ -143,9 +143,9 @@ def draft_running(question: str, model: str, machine: str, given: Given = NOTHIN
 class EditorSchema(Struct, frozen=True, kw_only=True):
     """The schema that a scenario names for editors."""
 
-    reference: str | None  # relative to the scenario; None: there is none
+    reference: str | None  # relative to the scenario; None: no schema is named
     written: Path | None = None  # the copy, where it is new or replaces an older one
-    problem: str | None = None  # why there is none
+    problem: str | None = None  # why no schema is named
 
 
 def write_schema(file: Path) -> EditorSchema:

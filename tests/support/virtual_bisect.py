@@ -97,11 +97,11 @@ class Figures(NamedTuple):
 
 
 def figures_of(story: Story, draws: int) -> Figures:
-    told = [search(story, seed) for seed in range(draws)]
-    words = Counter(draw.word for draw in told)
-    widths = [(draw.step.high - draw.step.low) / (story.size - 1) for draw in told if "range" in draw.word]
+    drawn = [search(story, seed) for seed in range(draws)]
+    words = Counter(draw.word for draw in drawn)
+    widths = [(draw.step.high - draw.step.low) / (story.size - 1) for draw in drawn if "range" in draw.word]
     shares = {word: words[word] / draws for word in ("right", "range", "wrong", "wrong range", "none")}
-    return Figures(shares, [draw.starts for draw in told], sum(widths) / len(widths) if widths else None)
+    return Figures(shares, [draw.starts for draw in drawn], sum(widths) / len(widths) if widths else None)
 
 
 def stories() -> dict[str, list[Story]]:

@@ -5,7 +5,7 @@ from harness.questions.bisect.entry_list import short_names
 from harness.questions.bisect.record import BisectQuestion
 
 WHY: dict[Why, str] = {
-    "again": "not told apart yet",
+    "again": "on neither side yet",
     "reference": "reference",
     "pair": "a side of the answer",
 }

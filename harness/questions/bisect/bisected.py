@@ -46,7 +46,7 @@ class EntryLevel(Struct, frozen=True, kw_only=True):
     ratio: float | None = None  # of its speed to the good entry's; None: not measured
     low: float | None = None
     high: float | None = None
-    side: str = ""  # "good", "bad": by the proven range; "skipped"; "": not told
+    side: str = ""  # "good", "bad": by the proven range; "skipped"; "": not known
     failed: Reason | None = None  # why it is skipped
     start_s: float | None = None  # until the server answered, the median of its starts
     findings: list[str] = []  # codes, the worst first

@@ -8,7 +8,7 @@ from harness.report.charts import NAME, Chart, Figure, escape_markup, scatter
 _HUES = {"good": "@s3", "bad": "@s2", "": "@muted"}
 _SYMBOLS = {"good": "circle", "bad": "diamond", "": "square"}
 MAX_LABEL = 20  # characters
-_NAMES = {"good": "good side", "bad": "bad side", "": "not told"}
+_NAMES = {"good": "good side", "bad": "bad side", "": "not known"}
 
 
 def levels_chart(report: BisectReport) -> Chart:

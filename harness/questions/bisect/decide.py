@@ -21,7 +21,7 @@ LOOKS = (3, 5, 8, 12)  # starts of each end after which their difference is look
 TURNS = (0, 1, 1, 0)  # good, bad, bad, good, ...: a drift falls on both
 NEAR = 4  # starts: two entries are compared only where a start of one is so near to a start of the other
 MIN_PAIR = 2  # starts of both sides of the answer
-MAX_REPEATS = 24  # of an entry that cannot be told apart
+MAX_REPEATS = 24  # of an entry that stays on neither side
 MAX_VALUELESS = 3  # starts of an entry without a result, because of something else than the entry
 
 Why = Literal["ends", "middle", "again", "reference", "pair"]

@@ -220,7 +220,7 @@ def side_text(level: EntryLevel, report: BisectReport) -> str:
     if level.side in ("good", "bad"):
         is_inferred = level.ratio is None
         return f"{level.side} (not started)" if is_inferred else level.side
-    return level.side or ("not told" if report.change is not None else NOTHING)
+    return level.side or ("not known" if report.change is not None else NOTHING)
 
 
 def _differences(report: BisectReport) -> list[Element]:

@@ -400,7 +400,7 @@ def test_the_other_side_ends_with_its_input_and_its_output(tmp_path: Path) -> No
     assert child.stdin is not None and child.stdout is not None
     child.stdout.readline()
     child.stdout.close()
-    assert child.wait(PATIENCE_S) == 0, "nobody reads it"
+    assert child.wait(PATIENCE_S) == 0, "its output is closed"
     child.stdin.close()
 
 
