@@ -5,7 +5,8 @@ times are not kept: the rows have what is derived from them, `Gaps` has the gaps
 a record again.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from struct import pack
@@ -47,13 +48,13 @@ _GAP_SHIFT = 42  # a bin of gaps has the sign, the exponent and the first ten bi
 class Words(Struct):
     """A column of words, most of which repeat: a code for each row, and the word of each code. Code 0 is None."""
 
-    codes: NDArray[np.int32]
+    codes: NDArray[np.unsignedinteger[Any]]  # of the smallest type that can number the texts
     texts: list[str | None]
 
     @classmethod
     def of(cls, words: Sequence[str | None]) -> "Words":
         code_of = {word: code for code, word in enumerate(dict.fromkeys((None, *words)))}
-        return cls(np.fromiter(map(code_of.__getitem__, words), np.int32, len(words)), list(code_of))
+        return cls(np.fromiter(map(code_of.__getitem__, words), _code_type(code_of), len(words)), list(code_of))
 
     @property
     def is_set(self) -> Bools:
@@ -470,14 +471,20 @@ class _Chunks:
         arrivals, chunks, first_s = (
             self.columns[name] for name in ("arrivals", "first_arrival_chunks", "first_arrival_s")
         )
-        for place in np.flatnonzero(closest_s < np.maximum(JOINED_S, 2 * JOINED_SHARE * mean_s)).tolist():
-            start, end, row = starts[place], ends[place], self._streams[place]
-            stream_s = self._gaps_s[start : end - 1]
-            ordered_s = np.sort(stream_s)
-            limit_s = arrival_limit_s(ordered_s.data, starts_s[place], ends_s[place])
-            after_first = len(ordered_s) - int(ordered_s.searchsorted(limit_s))
-            first = int((stream_s >= limit_s).argmax()) + 1 if after_first else end - start
-            arrivals[row], chunks[row], first_s[row] = after_first + 1, first, self.times_s[start + first - 1]
+        places = np.flatnonzero(closest_s < np.maximum(JOINED_S, 2 * JOINED_SHARE * mean_s))
+        joined: list[tuple[int, int]] = []  # of each such stream: its arrivals, and the chunks of the first one
+        spans = (starts[places].tolist(), ends[places].tolist(), starts_s[places].tolist(), ends_s[places].tolist())
+        for start, end, start_s, end_s in zip(*spans, strict=True):
+            ordered_s = gaps_s[start : end - 1]
+            ordered_s.sort()  # in place: the others are read from self._gaps_s
+            ordered = ordered_s.data
+            limit_s = arrival_limit_s(ordered, start_s, end_s)
+            later = end - start - 1 - bisect_left(ordered, limit_s)
+            first = int((self._gaps_s[start : end - 1] >= limit_s).argmax()) + 1 if later else end - start
+            joined.append((later + 1, first))
+        rows = self._streams[places]
+        arrivals[rows], chunks[rows] = np.array(joined, dtype=np.float64).reshape(-1, 2).T
+        first_s[rows] = self.times_s[starts[places] + chunks[rows].astype(np.int64) - 1]
 
     def blank_gaps(self, first_text_s: Floats) -> Floats:
         """How many usual gaps came between the first chunk, a blank, and the first text; infinite without a usual gap.
@@ -599,8 +606,11 @@ def _constant_of(column: Any) -> bytes | None:
 
 def _joined_words(parts: Sequence[Words]) -> Words:
     text_codes: dict[str | None, int] = {None: 0}
-    codes = []
-    for part in parts:
-        joined = np.array([text_codes.setdefault(text, len(text_codes)) for text in part.texts], dtype=np.int32)
-        codes.append(joined[part.codes])
+    new_codes = [[text_codes.setdefault(text, len(text_codes)) for text in part.texts] for part in parts]
+    kind = _code_type(text_codes)
+    codes = [np.array(new, dtype=kind)[part.codes] for new, part in zip(new_codes, parts, strict=True)]
     return Words(np.concatenate(codes), list(text_codes))
+
+
+def _code_type(texts: Collection[str | None]) -> Any:
+    return np.min_scalar_type(len(texts))
