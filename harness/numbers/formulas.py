@@ -5,6 +5,7 @@ A latency has its name in `harness.base.metrics`.
 """
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,19 @@ _NOT_STARTED = ("connect", "rejected")  # errors of requests that no engine bega
 MAX_FOREIGN, MAX_FOREIGN_TOKENS = 0.02, 50  # generated tokens above the bound of ours: both must be exceeded
 
 
+def _kept(formula: Callable[[Rows], Floats]) -> Callable[[Rows], Floats]:
+    """Compute a formula, which several others use, once for the same rows. Its column is read-only."""
+
+    @wraps(formula)
+    def column(rows: Rows) -> Floats:
+        if formula.__name__ not in rows.derived:
+            values = rows.derived[formula.__name__] = formula(rows)
+            values.flags.writeable = False
+        return rows.derived[formula.__name__]
+
+    return column
+
+
 def ttft(rows: Rows) -> Floats:
     """Time to first token: first chunk of any channel - sent. None without streaming."""
     return rows.first_chunk_s
@@ -60,6 +74,7 @@ def e2e(rows: Rows) -> Floats:
     return answer_s
 
 
+@_kept
 def carried_tokens(rows: Rows) -> Floats:
     """Output tokens that the chunks carry: those of the usage, less the end token and other tokens without text that
     come before the first chunk or after the last. None without streaming, or when the server did not count tokens.
@@ -177,6 +192,7 @@ def has_wrong_length(rows: Rows) -> Bools:
     return mask
 
 
+@_kept
 def first_arrival_tokens(rows: Rows) -> Floats:
     """Tokens of the first arrival: its share of the text. None where nothing tells it.
 

@@ -13,6 +13,7 @@ JOINED_S = 0.001  # chunks closer than this came together, ...
 JOINED_SHARE = 0.1  # ... or closer than this share of the usual gap between groups
 # A fast server has gaps of a millisecond itself: chunks closer than this share of the usual gap are joined there.
 FAST_SHARE = 1 / 3
+SMALLEST_LIMIT_S = FAST_SHARE * JOINED_S  # of a stream with a mean gap of JOINED_S or more
 # A stream with a mean gap below JOINED_S is that of a fast server only if its chunks are further apart than writes of a
 # proxy, and its answer did not wait for most of its time: a proxy that holds an answer back does that.
 MIN_STEP_S, MIN_STREAMED = 0.0001, 0.1

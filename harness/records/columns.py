@@ -5,11 +5,12 @@ times are not kept: the rows have what is derived from them, `Gaps` has the gaps
 a record again.
 """
 
+import struct
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
-from struct import pack
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from harness.base.files import UNDECODABLE, open_file
 from harness.failures.diagnosis import example_messages
-from harness.records.arrivals import JOINED_S, JOINED_SHARE, arrival_limit_s
+from harness.records.arrivals import JOINED_S, JOINED_SHARE, SMALLEST_LIMIT_S, arrival_limit_s
 from harness.records.clock import Clock
 from harness.records.records import (
     CUT,
@@ -42,6 +43,7 @@ Bools = NDArray[np.bool_]
 FINE_S = 0.1  # width of a bin of tokens over time
 MAX_FINE = 4_000_000  # bins of a cell, over four days; later times count in the last bin
 _MIN_GAP_S = 2.0**-30  # shorter gaps are in one bin, as those of chunks that shared a read
+_PIECE = 2**15  # chunk times that are handled at once: their arrays stay in the cache
 _GAP_SHIFT = 42  # a bin of gaps has the sign, the exponent and the first ten bits of the fraction of a float
 
 
@@ -53,6 +55,8 @@ class Words(Struct):
 
     @classmethod
     def of(cls, words: Sequence[str | None]) -> "Words":
+        if words and words[0] is None and words.count(None) == len(words):
+            return cls(np.zeros(len(words), dtype=np.uint8), [None])
         code_of = {word: code for code, word in enumerate(dict.fromkeys((None, *words)))}
         return cls(np.fromiter(map(code_of.__getitem__, words), _code_type(code_of), len(words)), list(code_of))
 
@@ -153,6 +157,7 @@ class Rows:
 
     def __init__(self, rows: "Rows | None" = None, chosen: Any = None, **columns: Any) -> None:
         self._all, self._chosen = rows, chosen
+        self.derived: dict[str, Floats] = {}  # further columns, by the name of their formula
         self.__dict__.update(columns)
 
     def __len__(self) -> int:
@@ -363,7 +368,12 @@ def _chunk_times(request: Request) -> bytes:
     """The chunk times of a request as an array of doubles; none where chunks are not all of its text."""
     if request.unread:
         return b""
-    return pack(f"{len(request.chunks_s)}d", *request.chunks_s)
+    return _packer(len(request.chunks_s))(*request.chunks_s)
+
+
+@lru_cache(maxsize=1024)
+def _packer(number: int) -> Callable[..., bytes]:
+    return struct.Struct(f"{number}d").pack
 
 
 def _records_of(
@@ -435,7 +445,6 @@ class _Chunks:
         self._ends = ends
         self._gaps_s = np.empty_like(self.times_s)
         np.subtract(self.times_s[1:], self.times_s[:-1], out=self._gaps_s[:-1])
-        self._gaps_s[ends - 1] = -np.inf  # the last one of each request is no gap
         none = np.full(len(self._n), np.nan)
         self.columns: dict[str, Any] = {
             "chunks": self._n.astype(np.float64),
@@ -450,41 +459,53 @@ class _Chunks:
         }
         if not len(starts):
             return
+        self._gaps_s[ends - 1] = -np.inf  # the last one of each request is no gap
+        longest_s = np.maximum.reduceat(self._gaps_s, starts)
+        self._gaps_s[ends - 1] = np.inf
         self.columns["first_chunk_s"][self._streams] = self.times_s[starts]
         self.columns["last_chunk_s"][self._streams] = self.times_s[ends - 1]
-        self.columns["first_arrival_s"][self._streams] = self.times_s[starts]
-        self._join_arrivals(starts, ends)
-        longest_s = np.maximum.reduceat(self._gaps_s, starts)
         self.columns["longest_gap_s"][self._streams] = np.where(np.isfinite(longest_s), longest_s, np.nan)
         self.columns["first_shared"][self._streams] = self._gaps_s[starts] == 0.0
-        earlier = self._gaps_s < -SLACK_S
-        earlier[ends - 1] = False
-        self.columns["disordered"][self._streams] = np.logical_or.reduceat(earlier, starts)
+        self.columns["disordered"][self._streams] = np.logical_or.reduceat(self._gaps_s < -SLACK_S, starts)
+        self._count_arrivals(starts, ends)
 
-    def _join_arrivals(self, starts: Integers, ends: Integers) -> None:
-        """Correct the arrivals of streams in which chunks may have come together."""
-        ends_s, starts_s = self.times_s[ends - 1], self.times_s[starts]
-        gaps_s = self._gaps_s.copy()
-        gaps_s[ends - 1] = np.inf
-        closest_s = np.minimum.reduceat(gaps_s, starts)
-        mean_s = (ends_s - starts_s) / np.maximum(ends - starts - 1, 1)
-        arrivals, chunks, first_s = (
-            self.columns[name] for name in ("arrivals", "first_arrival_chunks", "first_arrival_s")
-        )
-        places = np.flatnonzero(closest_s < np.maximum(JOINED_S, 2 * JOINED_SHARE * mean_s))
-        joined: list[tuple[int, int]] = []  # of each such stream: its arrivals, and the chunks of the first one
-        spans = (starts[places].tolist(), ends[places].tolist(), starts_s[places].tolist(), ends_s[places].tolist())
-        for start, end, start_s, end_s in zip(*spans, strict=True):
-            ordered_s = gaps_s[start : end - 1]
-            ordered_s.sort()  # in place: the others are read from self._gaps_s
-            ordered = ordered_s.data
-            limit_s = arrival_limit_s(ordered, start_s, end_s)
-            later = end - start - 1 - bisect_left(ordered, limit_s)
-            first = int((self._gaps_s[start : end - 1] >= limit_s).argmax()) + 1 if later else end - start
-            joined.append((later + 1, first))
-        rows = self._streams[places]
-        arrivals[rows], chunks[rows] = np.array(joined, dtype=np.float64).reshape(-1, 2).T
-        first_s[rows] = self.times_s[starts[places] + chunks[rows].astype(np.int64) - 1]
+    def _count_arrivals(self, starts: Integers, ends: Integers) -> None:
+        arrivals, firsts = np.empty_like(starts), np.empty_like(starts)
+        ahead = np.searchsorted(ends, np.arange(_PIECE, ends[-1] + _PIECE, _PIECE), side="left") + 1
+        for first, last in pairwise(np.unique([0, *np.minimum(ahead, len(ends))]).tolist()):
+            piece = slice(first, last)
+            arrivals[piece], firsts[piece] = self._arrivals(starts[piece], ends[piece])
+        self.columns["arrivals"][self._streams] = arrivals
+        self.columns["first_arrival_chunks"][self._streams] = firsts
+        self.columns["first_arrival_s"][self._streams] = self.times_s[starts + firsts - 1]
+
+    def _arrivals(self, starts: Integers, ends: Integers) -> tuple[Integers, Integers]:
+        """The arrivals of streams that follow each other, and the chunks of the first arrival of each.
+
+        Those of most streams need no median. The limit of a stream of ordered chunks with a mean gap of JOINED_S or
+        more is at least SMALLEST_LIMIT_S. It is at most JOINED_SHARE of the longest usual gap, or JOINED_S: the lower
+        median of m gaps is at most twice their sum over m + 1. Where no gap is between the two, the limit is.
+        """
+        gaps_s = self._gaps_s[starts[0] : ends[-1]]
+        own = starts - starts[0]  # as positions in gaps_s
+        spans_s = self.times_s[ends - 1] - self.times_s[starts]
+        mean_s = spans_s / np.maximum(ends - starts - 1, 1)
+        closest_s = np.minimum.reduceat(gaps_s, own)
+        apart = gaps_s >= SMALLEST_LIMIT_S  # and the end of each stream
+        arrivals = np.add.reduceat(apart, own, dtype=np.int64)
+        places = np.flatnonzero(apart)
+        firsts = places[np.searchsorted(places, own)] + 1 - own
+        closest_apart_s = np.minimum.reduceat(np.where(apart, gaps_s, np.inf), own)
+        is_clear = closest_apart_s >= np.maximum(JOINED_S, JOINED_SHARE * 2 * spans_s / arrivals)
+        is_clear &= (arrivals > 1) & (closest_s >= 0) & (mean_s >= JOINED_S)
+        is_apart = closest_s >= np.maximum(JOINED_S, 2 * JOINED_SHARE * mean_s)  # each chunk
+        for place in np.flatnonzero(~is_clear & ~is_apart).tolist():
+            start, end = int(starts[place]), int(ends[place])
+            ordered = np.sort(self._gaps_s[start : end - 1]).data
+            limit_s = arrival_limit_s(ordered, float(self.times_s[start]), float(self.times_s[end - 1]))
+            arrivals[place] = end - start - bisect_left(ordered, limit_s)
+            firsts[place] = (self._gaps_s[start:end] >= limit_s).argmax() + 1
+        return arrivals, firsts
 
     def blank_gaps(self, first_text_s: Floats) -> Floats:
         """How many usual gaps came between the first chunk, a blank, and the first text; infinite without a usual gap.

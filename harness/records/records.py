@@ -104,7 +104,7 @@ def find_impossible_counts(
     return bad
 
 
-class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False, kw_only=True):
     """One request that was sent. All times but `sent_s` are seconds after `sent_s`; missing is None."""
 
     id: str  # sent as X-Request-Id, so a server's log can be joined
@@ -342,10 +342,13 @@ def reader(blocks: list[Block]) -> Iterator[Reading[Any]]:
     if size < PARALLEL_BYTES or count < 2:
         yield lambda function: map(function, blocks)
         return
+    import gc
     import multiprocessing  # here, because load processes do not need it
     from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 
-    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawning = multiprocessing.get_context("spawn")
+    # Records have no cycles, and the collector would scan them all again and again.
+    with ProcessPoolExecutor(count, mp_context=spawning, initializer=gc.disable) as pool:
         try:
             yield lambda function: pool.map(function, blocks)
         except BrokenProcessPool:

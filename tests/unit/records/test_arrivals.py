@@ -1,5 +1,6 @@
 """Which chunks came together, and what TPOT follows from it."""
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -135,3 +136,33 @@ def test_records_without_lengths_have_a_tpot_only_where_it_is_certain() -> None:
         times_s = [0.1 + 0.08 * i for i in range(events)]
         made = streamed(times_s, 8 * events, [32] * events, **lengths)
         assert (value_of(formulas.tpot, made) is not None) is known
+
+
+def drawn_stream(draw: random.Random) -> list[float]:
+    """A stream of any kind: its gaps lie around every limit, and some chunks came together or out of order."""
+    mean_s = 10 ** draw.uniform(-4.5, 0)
+    together, backward = draw.choice([0, 0, 0.1, 0.5, 0.9]), draw.choice([0, 0, 0, 0.02])
+    times_s = [draw.choice([0.001, 0.1, 2.0])]
+    for _ in range(draw.choice([0, 0, 1, 2, 3, 15, 60, 200])):
+        gap_s = draw.choice([draw.expovariate(1 / mean_s), mean_s, mean_s * draw.uniform(0.6, 1.4)])
+        gap_s = draw.choice([0.0, 0.00002, 0.0002, 0.0004, 0.0011]) if draw.random() < together else gap_s
+        times_s.append(times_s[-1] + (-gap_s if draw.random() < backward else gap_s))
+    return times_s
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_table_has_the_arrivals_of_each_stream(seed: int) -> None:
+    """Short ways must give what the definition gives; with an answer that was not streamed, and a very long one."""
+    draw = random.Random(seed)
+    streams = [drawn_stream(draw) for _ in range(2_000)]
+    back = [*even(0.05, chunks=21), *even(0.004, chunks=4, first_s=0.2)]
+    streams[500:500] = [[], even(0.01, chunks=70_000), back, shaken(0.001, chunks=40_000)]
+    rows = rows_of([request(chunks_s=times_s) for times_s in streams])
+    starts = [split_arrivals(times_s) for times_s in streams]
+    firsts = [start[1] if len(start) > 1 else len(times_s) for start, times_s in zip(starts, streams, strict=True)]
+    assert rows.arrivals.tolist() == [len(start) for start in starts]
+    assert rows.first_arrival_chunks.tolist() == firsts
+    assert [None if math.isnan(at_s) else at_s for at_s in rows.first_arrival_s.tolist()] == [
+        times_s[first - 1] if times_s else None for times_s, first in zip(streams, firsts, strict=True)
+    ]
+    assert sum(1 < len(start) < len(times_s) for start, times_s in zip(starts, streams, strict=True)) > 300
