@@ -87,7 +87,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
         text = f"{ran} of {planned} planned cells are complete"
         reasons.insert(len(run_reasons), because("cells_missing", text, ran=ran, planned=planned))
     if run.scenario.swept and failed and not measured:
-        reasons.append(because("settings_failed", "every setting of the sweep failed"))
+        reasons.append(because("settings_failed", "each setting that was tried failed"))
     rows = _summarize_rows(data, summaries, slos, _invalid_rows(planned_cells, summaries, not_run))
     working = [row for row in rows if row.failed is None]
     comparison = None

@@ -56,7 +56,26 @@ def find_server_problems(scenario: Scenario, lines: dict[str, int]) -> list[Prob
         server_problems = [*find_variable_problems(server), *_check_lemonade(server, scenario.model)]
         server_problems = server_problems or list(_check_prepared(scenario, name))
         problems += [item if item.path.startswith("$") else item.below(f"$.servers.{name}") for item in server_problems]
+    problems += [] if problems else _check_swept_processes(scenario)
     return [problem.located(lines) for problem in problems]
+
+
+def _check_swept_processes(scenario: Scenario) -> Iterator[Problem]:
+    """Yield the settings of a sweep that start the same process: without a container a variable may have no effect."""
+    rows = {} if scenario.swept is None else scenario.swept.servers
+    first: dict[bytes, str] = {}
+    for name, row in rows.items():
+        if scenario.servers[name].container:
+            continue
+        same = rows[first.setdefault(prepare_server(scenario, name).start_key, name)].settings
+        varied = [key for key, value in row.settings.items() if same.get(key) != value]
+        if varied:
+            old, new = (", ".join(str(settings.get(key)) for key in varied) for settings in (same, row.settings))
+            yield Problem(
+                f"$.servers.{name}.variables.{varied[0]}",
+                f"has no effect with container: false: {old} and {new} start the same process; remove "
+                "container: false, or do not vary it",
+            )
 
 
 def _check_model(scenario: Scenario) -> Iterator[Problem]:

@@ -194,7 +194,7 @@ def test_a_running_server_needs_no_scenario(tmp_path: Path) -> None:
 def test_options_that_the_action_sets_are_refused(command: str, tmp_path: Path) -> None:
     for word in (
         "--format=json", "--format", "--format json", "--form=json", "--junit=elsewhere", "--jun", "--runs=x", "--runs",
-        "--help", "-h", "--version",
+        "--help", "-h", "--version", "--resume=20260101", "--resume",
     ):  # fmt: skip
         runner = ActionRunner(tmp_path, command=command, scenario="x.yaml", baseline="a", against="b", args=word)
         assert runner.step("Measure") == 1 and not runner.outputs, word

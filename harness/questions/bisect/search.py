@@ -154,18 +154,11 @@ def _refuse_equal_servers(scenario: Scenario, question: BisectQuestion) -> None:
     texts, places = list(map(entry_text, question.values)), dict[bytes, int]()
     for place, server in enumerate(prepared):
         first = places.setdefault(server.start_key, place)
-        if first == place:
-            continue
-        if not server.server.container and server.file != prepared[first].file:
+        if first != place:
             raise HarnessError(
-                f"{question.variable} has no effect with container: false (server '{question.server}'): "
-                f"'{texts[first]}' and '{texts[place]}' start the same process",
-                next_step=f"Remove container: false from the server, or choose another variable ({DOCS}/servers.md).",
+                f"{question.variable}: the entries '{texts[first]}' and '{texts[place]}' start the same server",
+                next_step="Leave one of them out, or choose a variable that the server uses.",
             )
-        raise HarnessError(
-            f"{question.variable}: the entries '{texts[first]}' and '{texts[place]}' start the same server",
-            next_step="Leave one of them out, or choose a variable that the server uses.",
-        )
 
 
 def bisect(

@@ -167,6 +167,27 @@ def test_an_unknown_variable_is_reported_once(tmp_path: Path, wording: Wording) 
     wording(problem)
 
 
+@pytest.mark.parametrize(
+    ("vary", "number"),
+    [
+        ("{mem_limit: [1g, 2g, 3g]}", 2),  # for a container
+        ("{max_num_seqs: [1, 2], mem_limit: [1g, 2g]}", 1),  # once, and not for each of the others
+        ("{max_num_seqs: [1, 2]}", 0),
+        ("{extra_args: [[], [--jitter, '0.1']]}", 0),
+    ],
+)
+def test_what_a_process_does_not_use_cannot_be_varied(tmp_path: Path, vary: str, number: int, wording: Wording) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text(f"vary: {vary}"))
+    if not number:
+        assert experiments.prepare(path)
+        return
+    with pytest.raises(ScenarioError) as caught:
+        experiments.prepare(path)
+    assert len(caught.value.problems) == number
+    wording(caught.value.problems[0])
+
+
 def test_a_server_restarts_only_when_one_of_its_settings_changes(tmp_path: Path) -> None:
     scenario = read(tmp_path, text(SEQS.replace(", 4]", "]"), "vary: {batch_size: [1, 2]}", "repeats: 2\n"))
     order = [(cell.repeat, cell.server[-1], cell.load[-1], cell.again is not None) for cell in plan(scenario)]
