@@ -14,7 +14,7 @@ from harness.numbers.stats import geometric_ratio, welch_effect
 from harness.numbers.summary import CellSummary, StartTime, Summary
 from harness.records.manifest import PHASES
 from harness.records.run_data import RunData
-from harness.report.elements import Grid, missing, plain_grid
+from harness.report.elements import Grid, Tile, missing, plain_grid
 from harness.report.words import phase_name, phase_time
 from harness.scenario import NEW_CACHES
 
@@ -24,6 +24,9 @@ _MIN_SHARE = 0.05  # of a difference: a phase with less is not named
 # Phases of the engine itself, which only its log shows; without it they are in these of the wait.
 _ENGINE = ("process", "weights", "compile", "graphs", "warm-up")
 _COMPILE = "compile"
+_BASIS, _DIFFERENCE, _FIRST = "startup_basis", "startup_difference", "first_requests"  # codes of facts
+_AGAIN = {False: ("does not compile", "do not compile"), True: ("compiles", "compile")}  # of one server, of several
+_SHOWN_TILES = 3
 _COMPILED_BEFORE = 0.1  # of the first start's compiling: a server that takes no longer finds what it needs
 # The names of the servers of the scenario that ships, as a person says them after a time.
 _SPOKEN = {"cold": "cold", "warm": "warm", "updated": "after the update"}
@@ -68,24 +71,60 @@ def _total(sizes: Sequence[int | None]) -> int | None:
 
 
 def startup_answers(starts: Sequence[StartTime]) -> list[Reason]:
-    """Return the answer: the time until ready of each server, what comes only once, and slow first requests."""
+    """Return the answer, the time until ready of each server and what is compiled again, and then its facts: what it is
+    of, the difference of each server, and slow first requests.
+    """
     if not starts:
         return []
     by_server = _by_server(starts)
     ready = {server: fmean(times) for server, own in by_server.items() if (times := _ready_times(own))}
     differences = [difference for server in by_server if (difference := _difference(by_server, server)) is not None]
-    sentences = []
-    if ready:
-        has_ranges = any(difference.values["low"] is not None for difference in differences)
-        ranges = "; ranges have 95 % confidence" if has_ranges else ""
-        sentences.append(f"Ready after {_spoken_times(ready)}: {_basis(by_server)}{ranges}")
-    else:
-        sentences.append("The server ran already, so its start was not seen")
-    sentences += [difference.text for difference in differences]
-    sentences += _first_sentences(by_server)
     values = {"ready_s": ready, "differences": [difference.values for difference in differences]}
     provisional = bool(ready) and min(map(len, by_server.values())) < 2
-    return [because("startup", ". ".join(sentences), **values, provisional=provisional)]
+    is_single = bool(ready) and max(map(len, by_server.values())) < 2
+    doubt = "; one start each, not repeated" if is_single else "; not every start is repeated" if provisional else ""
+    answer = f"Ready after {_spoken_times(ready)}" if ready else "The server ran already, so its start was not seen"
+    clauses = _clauses(by_server, differences)
+    has_ranges = any(difference.values["low"] is not None for difference in differences)
+    basis = f"{_basis(by_server)}{'; ranges have 95 % confidence' if has_ranges else ''}"
+    return [
+        because("startup", ": ".join([answer, *([_joined(clauses)] if clauses else [])]) + doubt, **values,
+                provisional=provisional),
+        *([because(_BASIS, basis)] if ready and not is_single else []),
+        *differences,
+        *(because(_FIRST, text) for text in _first_sentences(by_server)),
+    ]  # fmt: skip
+
+
+def startup_facts(answers: Sequence[Reason]) -> tuple[list[Reason], list[Reason]]:
+    """Return the answers of a headline, and the facts below it."""
+    facts = [answer for answer in answers if answer.code in (_BASIS, _DIFFERENCE, _FIRST)]
+    return [answer for answer in answers if answer not in facts], facts
+
+
+def startup_tiles(starts: Sequence[StartTime]) -> list[Tile]:
+    """Return the time until ready of the first servers."""
+    times = {server: ready for server, own in _by_server(starts).items() if (ready := _ready_times(own))}
+    shown = list(times.items())[:_SHOWN_TILES]
+    return [Tile("Ready after", duration(fmean(ready)), f"{server}, {_starts(ready)}") for server, ready in shown]
+
+
+def _starts(times: Sequence[float]) -> str:
+    return "one start" if len(times) == 1 else f"mean of {len(times)} starts"
+
+
+def _clauses(by_server: dict[str, list[StartTime]], differences: Sequence[Reason]) -> list[str]:
+    """What the answer says of the times: which servers compile again. Else whether the times differ at all."""
+    clauses = []
+    for is_again, verbs in _AGAIN.items():
+        names = [reason.values["server"] for reason in differences if reason.values["compiles_again"] is is_again]
+        if names:
+            took_s = fmean(_phase_mean(by_server[name], _COMPILE) for name in names)
+            seconds_text = f" ({duration(took_s)})" if is_again else ""
+            clauses.append(f"{_joined(names)} {verbs[len(names) > 1]} again{seconds_text}")
+    if clauses or not differences or any(difference.values["is_shown"] for difference in differences):
+        return clauses
+    return ["no difference is shown"]
 
 
 def _by_server(starts: Sequence[StartTime]) -> dict[str, list[StartTime]]:
@@ -110,9 +149,8 @@ def _basis(by_server: dict[str, list[StartTime]]) -> str:
     """How many starts the times are means of."""
     numbers = {server: len(starts) for server, starts in by_server.items()}
     if len(set(numbers.values())) > 1:
-        return "means of " + _joined([f"{count(number, 'start')} ({server})" for server, number in numbers.items()])
-    number = max(numbers.values())
-    return f"mean of {number} starts each" if number > 1 else "one start each, not repeated"
+        return "Means of " + _joined([f"{count(number, 'start')} ({server})" for server, number in numbers.items()])
+    return f"Means of {max(numbers.values())} starts each"
 
 
 def _joined(texts: Sequence[str]) -> str:
@@ -142,7 +180,8 @@ def _difference(by_server: dict[str, list[StartTime]], server: str) -> Reason | 
     compiles = _compile_words(by_server[owner], own, compiles_again)
     shown = "" if low is None or high is None else f"; {figures(100 * low)} to {short_percent(high)}"
     is_sooner = saved_s > 0
-    if low is not None and high is not None and (low <= 1 <= high or is_sooner != (ratio < 1)):
+    values["is_shown"] = low is None or high is None or (not low <= 1 <= high and is_sooner == (ratio < 1))
+    if not values["is_shown"]:
         is_alike = effect is not None and starts_are_alike(effect)
         words = "takes as long as" if is_alike else "is not shown to be ready sooner or later than"
         text, because_of = f"{server} {words} {owner} ({short_percent(ratio)}{shown})", compiles
@@ -152,7 +191,7 @@ def _difference(by_server: dict[str, list[StartTime]], server: str) -> Reason | 
         sooner = f"{duration(abs(saved_s))} {'sooner' if is_sooner else 'later'}"
         text = f"{server} is ready {sooner} than {owner} (in {short_percent(ratio)} of its time{shown})"
         because_of = [*compiles, *_phase_words(phases, saved_s, skip=bool(compiles))]
-    return because("startup_difference", f"{text}: {_joined(because_of)}" if because_of else text, **values)
+    return because(_DIFFERENCE, f"{text}: {_joined(because_of)}" if because_of else text, **values)
 
 
 def _phase_differences(base: Sequence[StartTime], own: Sequence[StartTime]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from tests.support.command import harness
 FIGURE = """const chart = document.querySelector("figure").getBoundingClientRect();
         return {x: chart.left, y: chart.top + scrollY, width: chart.width, height: chart.height}"""
 CLIPS = {  # by picture: the width of the window, and what of the page it shows
+    "startup": (1100, "return {x: 0, y: 0, width: 1100, height: Math.min(900, document.body.scrollHeight)}"),
     "report": (
         1100,
         """const chart = document.querySelector("figure").getBoundingClientRect();

@@ -21,6 +21,7 @@ from harness.questions.capacity.decide import LevelPoint, crossing_level, levels
 from harness.questions.crossover.speculation import short_answers
 from harness.questions.same_answers.page import answers_sentence, row_sentence
 from harness.questions.soak import soak_answer
+from harness.questions.startup import startup_facts
 from harness.records.manifest import QUICK, Run
 from harness.report import words
 from harness.report.comparisons import gates_answer, largest_effect, levels_by_server, short_row_names, speedup_answer
@@ -84,7 +85,7 @@ def _run_answer(summary: Summary, run: Run) -> str:
     if summary.scenario == QUICK:
         return _measurements_answer(summary.rows)
     if summary.answers:
-        return " ".join(map(sentence, short_answers(summary.answers)))
+        return " ".join(map(sentence, startup_facts(short_answers(summary.answers))[0]))
     if summary.comparison is not None and summary.comparison.verdicts:
         verdicts = summary.comparison.verdicts
         is_answered = len(verdicts) == 1 and verdicts[0].gate is not None  # by the answer of the gate

@@ -132,6 +132,7 @@ def answer_charts(
 ) -> list[Chart]:
     """The charts of what the run varied, the one that shows its answer first."""
     question_charts = [
+        *([startup_chart(run)] if summary.starts else []),
         *([] if capacity is None else [attainment_chart(capacity)]),
         *([] if tune is None else [tune_chart(tune)]),
         *([] if bisection is None else [levels_chart(bisection)]),
@@ -160,6 +161,7 @@ def charts_section(summary: Summary, run: Run, data: ChartData, others: Sequence
     curves = "Successful measured requests of all repeats; a curve further left is better. Click a row to hide or show "
     dots = "Each dot is a request, by the moment of sending. Click a row to hide or show it."
     starts = startup_chart(run)
+    is_answer = summary.starts and not starts.empty
     parts: list[Element] = [
         *([Charts(charts=others)] if others else []),
         *(
@@ -170,7 +172,7 @@ def charts_section(summary: Summary, run: Run, data: ChartData, others: Sequence
         Paragraph("Timeline", "part"),
         *_timelines(summary, run, data),
         *([Charts(title="Single requests", text=dots, charts=requests, keys=keys, shape="wide")] if requests else []),
-        *([Charts(title="Start-up", charts=[starts], shape="wide")] if starts.body else []),
+        *([Charts(title="Start-up", charts=[starts], shape="wide")] if starts.body and not is_answer else []),
     ]  # fmt: skip
     return Section("charts", "Charts", parts)
 

@@ -32,7 +32,7 @@ from harness.questions.report import html_parts
 from harness.questions.report.headline import run_answer
 from harness.questions.same_answers.page import same_answers_page
 from harness.questions.soak import soak_tables
-from harness.questions.startup import startup_tables
+from harness.questions.startup import startup_facts, startup_tables, startup_tiles
 from harness.questions.tune.page import answer_line, tune_elements, tune_question
 from harness.questions.tune.proof import read_answered
 from harness.questions.tune.record import TuneReport
@@ -116,7 +116,6 @@ def run_page(
     results = levels_grid(searched.levels) if searched.levels else results_table(summary, run, described)
     details = [
         *edge_tables(summary),
-        *startup_tables(summary),
         *speculation_tables(summary),
         *turn_tables(summary),
         *soak_tables(summary),
@@ -128,6 +127,7 @@ def run_page(
         _answer_section(summary, run, searched, results, first_charts, charted=data is not None),
         Section("results", "Results", [
             *(combination_elements(searched.combinations) if searched.combinations else []),
+            *startup_tables(summary),
             *([results] if results.rows else []),
             *([Paragraph(LEGEND, "fine")] if searched.levels else []),
             design(summary, run),
@@ -168,16 +168,24 @@ def _answer_section(
     tiles: list[Tile] = []
     if charted and _is_sure(summary, run) and not searched.is_of_settings:
         tiles = html_parts.quick_tiles(searched.levels) if searched.levels else html_parts.tiles(summary, run)
+        tiles = startup_tiles(summary.starts) or tiles
     numbers = [*itertools.chain(*results.rows), *(tile.value for tile in tiles)]
     return Section("answer", "", [
         *_what_if(summary.what_if),
         *answer(summary, run, searched),
         *([Tiles(tiles)] if tiles else []),
+        *_facts(summary),
         *state(summary, run, numbers),
         *([] if searched.tune is None else tune_elements(searched.tune)),
         *([] if searched.bisect is None else bisect_elements(searched.bisect)),
         Sides(findings(summary), first_charts),
     ])  # fmt: skip
+
+
+def _facts(summary: Summary) -> list[Element]:
+    """What the answer about starts rests on."""
+    _, facts = startup_facts(summary.answers)
+    return [Bullets([Bullet(sentence(fact), "fine") for fact in facts])] if facts else []
 
 
 def _verdicts(summary: Summary, run: Run, *, charted: bool) -> Section:

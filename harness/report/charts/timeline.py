@@ -264,11 +264,11 @@ def startup_chart(run: Run) -> Chart:
 
 
 def observed_starts(run: Run) -> dict[str, list[ServedBy]]:
-    """The observed starts of each server; cells that share a start count once."""
+    """The observed starts of each server; cells that share a start, as the parts of a mix do, count once."""
     starts: dict[str, dict[object, ServedBy]] = {}
     for cell in run.served:
         if cell.served_by.phases:
-            start = cell.id if run.scenario.restart else cell.repeat
+            start = (cell.group or cell.id) if run.scenario.restart else cell.repeat
             starts.setdefault(cell.server, {}).setdefault(start, cell.served_by)
     return {server: list(served.values()) for server, served in starts.items()}
 

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from harness.base.errors import ScenarioError
+from harness.base.reason import Reason, sentence
 from harness.numbers.summary import Summary
 from harness.questions.joint import analyse, analyse_with_findings
 from harness.questions.report.headline import run_answer
@@ -79,6 +80,10 @@ def made(
     return analyse(folder / "run").summary
 
 
+def lines(*answers: Reason) -> str:
+    return "\n".join(answer.text for answer in answers)
+
+
 def test_what_comes_once_and_what_comes_again(tmp_path: Path, wording: Wording) -> None:
     summary = made(tmp_path)
     assert summary.valid, summary.reasons
@@ -91,7 +96,7 @@ def test_what_comes_once_and_what_comes_again(tmp_path: Path, wording: Wording) 
     assert (first.found_bytes, first.ready_bytes) == (0, 2**20)
     assert first.first is not None and first.first.requests == 6
     assert first.first.extra_s == pytest.approx(12, rel=0.01)
-    (answer,) = summary.answers
+    answer, *facts = summary.answers
     assert answer.values["ready_s"] == pytest.approx({"cold": 195.1, "warm": 41.1, "updated": 193.1}, rel=0.02)
     warm, updated = answer.values["differences"]
     assert warm["saved_s"] == pytest.approx(154, rel=0.03)
@@ -100,16 +105,16 @@ def test_what_comes_once_and_what_comes_again(tmp_path: Path, wording: Wording) 
     assert updated["low"] < 1 < updated["high"], "it compiles all of it again"
     assert (warm["compiles_again"], updated["compiles_again"]) == (False, True)
     assert not answer.values["provisional"]
-    wording(answer.text)
-    assert run_answer(summary, read_run(tmp_path / "run")).startswith(answer.text)
+    wording(lines(answer, *facts))
+    assert run_answer(summary, read_run(tmp_path / "run")) == sentence(answer)
     wording(render(startup_tables(summary)))
 
 
 def test_one_start_each_is_provisional(tmp_path: Path, wording: Wording) -> None:
-    (answer,) = made(tmp_path, TEXT.replace("repeats: 3", "repeats: 1")).answers
+    answer, *facts = made(tmp_path, TEXT.replace("repeats: 3", "repeats: 1")).answers
     assert answer.values["provisional"]
     assert answer.values["differences"][0]["low"] is None
-    wording(answer.text)
+    wording(lines(answer, *facts))
 
 
 def test_several_starts_in_a_repeat_all_count(tmp_path: Path, wording: Wording) -> None:
@@ -124,7 +129,7 @@ def test_several_starts_in_a_repeat_all_count(tmp_path: Path, wording: Wording) 
         server: [start.ready_s for start in summary.starts if start.server == server] for server in ("cold", "warm")
     }
     assert list(map(len, times.values())) == [6, 6]
-    (answer,) = summary.answers
+    answer, *facts = summary.answers
     ready, warm = answer.values["ready_s"], answer.values["differences"][0]
     assert ready == pytest.approx({"cold": 1.1 * 195.1, "warm": 41.1, "updated": 193.1}, rel=0.02)
     assert warm["saved_s"] == pytest.approx(ready["cold"] - ready["warm"])
@@ -132,12 +137,12 @@ def test_several_starts_in_a_repeat_all_count(tmp_path: Path, wording: Wording) 
     (table,) = startup_tables(summary)
     shown = {row[0]: float(row[3].split()[0]) for row in table.rows}
     assert shown == pytest.approx(ready, abs=0.06)
-    wording(answer.text)
+    wording(lines(answer, *facts))
 
 
 def test_a_repeat_that_was_cut_counts_in_the_table_and_in_the_answer(tmp_path: Path) -> None:
     starts = [start for start in made(tmp_path).starts if (start.repeat, start.server) != (3, "warm")]
-    (answer,) = startup_answers(starts)
+    answer, *facts = startup_answers(starts)
     ready = answer.values["ready_s"]
     assert answer.values["differences"][0]["saved_s"] == pytest.approx(ready["cold"] - ready["warm"])
 
@@ -148,17 +153,17 @@ def test_starts_whose_logs_show_different_phases_have_no_difference_by_phase(tmp
     first, _ = startup_answers(cut)[0].values["differences"]
     assert (first["phases"], first["compiles_again"]) == ({}, False)
     equal = [replace(start, ready_s=10.0, phases={"port open": 10.0}) for start in starts[:3]]
-    (answer,) = startup_answers(equal)
+    answer, *facts = startup_answers(equal)
     assert {one["saved_s"] for one in answer.values["differences"]} == {0.0}
 
 
 def test_a_difference_is_shown_neither_way_where_starts_vary(tmp_path: Path, wording: Wording) -> None:
     varied = {"r1-cold-one-user": 0.7, "r2-cold-one-user": 1.4, "r3-updated-one-user": 1.6}
     phases = {**PHASES, "updated": {**PHASES["updated"], "compile": 90.0}}
-    (answer,) = made(tmp_path, phases=phases, factors=varied).answers
+    answer, *facts = made(tmp_path, phases=phases, factors=varied).answers
     updated = answer.values["differences"][1]
     assert updated["low"] < 1 < updated["high"] and updated["compiles_again"] is None
-    wording(answer.text)
+    wording(lines(answer, *facts))
 
 
 def test_times_below_a_millisecond_are_0(tmp_path: Path) -> None:
@@ -191,16 +196,16 @@ def test_a_log_without_phases_gives_only_the_total(tmp_path: Path, wording: Word
 def test_a_server_that_ran_already_was_not_seen_to_start(tmp_path: Path, wording: Wording) -> None:
     summary = made(tmp_path, phases=dict.fromkeys(PHASES, {}), requests=10)
     assert {(start.ready_s, start.caches, start.first) for start in summary.starts} == {(None, None, None)}
-    (answer,) = summary.answers
+    answer, *facts = summary.answers
     assert (answer.values["ready_s"], answer.values["differences"]) == ({}, [])
-    wording(answer.text)
+    wording(lines(answer, *facts))
     wording(render(startup_tables(summary)))
 
 
 def test_the_warmer_server_may_be_slower(tmp_path: Path, wording: Wording) -> None:
-    (answer,) = made(tmp_path, phases={**PHASES, "warm": {**PHASES["warm"], "compile": 400.0}}).answers
+    answer, *facts = made(tmp_path, phases={**PHASES, "warm": {**PHASES["warm"], "compile": 400.0}}).answers
     assert answer.values["differences"][0]["saved_s"] < 0
-    wording(answer.text)
+    wording(lines(answer, *facts))
 
 
 def test_no_caches_no_answer(tmp_path: Path) -> None:
