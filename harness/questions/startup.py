@@ -27,6 +27,7 @@ _COMPILE = "compile"
 _BASIS, _DIFFERENCE, _FIRST = "startup_basis", "startup_difference", "first_requests"  # codes of facts
 _AGAIN = {False: ("does not compile", "do not compile"), True: ("compiles", "compile")}  # of one server, of several
 _SHOWN_TILES = 3
+_ENOUGH_STARTS = 5  # they show a quarter less time with a probability of 97 % where starts vary by 10 %
 _COMPILED_BEFORE = 0.1  # of the first start's compiling: a server that takes no longer finds what it needs
 # The names of the servers of the scenario that ships, as a person says them after a time.
 _SPOKEN = {"cold": "cold", "warm": "warm", "updated": "after the update"}
@@ -124,7 +125,10 @@ def _clauses(by_server: dict[str, list[StartTime]], differences: Sequence[Reason
             clauses.append(f"{_joined(names)} {verbs[len(names) > 1]} again{seconds_text}")
     if clauses or not differences or any(difference.values["is_shown"] for difference in differences):
         return clauses
-    return ["no difference is shown"]
+    if all(difference.values["is_alike"] for difference in differences):
+        return ["no difference"]
+    starts = max(_ENOUGH_STARTS, 2 * min(map(len, by_server.values())))
+    return [f"no difference is shown; `--repeats {starts}` may show one"]
 
 
 def _by_server(starts: Sequence[StartTime]) -> dict[str, list[StartTime]]:
@@ -181,9 +185,9 @@ def _difference(by_server: dict[str, list[StartTime]], server: str) -> Reason | 
     shown = "" if low is None or high is None else f"; {figures(100 * low)} to {short_percent(high)}"
     is_sooner = saved_s > 0
     values["is_shown"] = low is None or high is None or (not low <= 1 <= high and is_sooner == (ratio < 1))
+    values["is_alike"] = not values["is_shown"] and effect is not None and starts_are_alike(effect)
     if not values["is_shown"]:
-        is_alike = effect is not None and starts_are_alike(effect)
-        words = "takes as long as" if is_alike else "is not shown to be ready sooner or later than"
+        words = "takes as long as" if values["is_alike"] else "is not shown to be ready sooner or later than"
         text, because_of = f"{server} {words} {owner} ({short_percent(ratio)}{shown})", compiles
     elif low is None and compiles_again and 1 / ALIKE <= ratio <= ALIKE:
         text, because_of = f"{server} takes {short_percent(ratio)} of the time of {owner}", compiles

@@ -166,6 +166,19 @@ def test_a_difference_is_shown_neither_way_where_starts_vary(tmp_path: Path, wor
     wording(lines(answer, *facts))
 
 
+@pytest.mark.parametrize("repeats", [3, 6])
+def test_where_no_server_differs_the_answer_says_so(tmp_path: Path, repeats: int, wording: Wording) -> None:
+    """Starts that vary by a third leave room for a difference; starts that vary by 1 % do not."""
+    phases = dict.fromkeys(PHASES, {"pull": 0.1, "port open": 40.0})
+    text = TEXT.replace("repeats: 3", f"repeats: {repeats}")
+    varied = {f"r{repeat}-{server}-one-user": 0.6 for repeat in (1, 3) for server in ("cold", "updated")}
+    for name, factors in {"alike": {}, "varied": varied}.items():
+        answer, *_ = made(tmp_path / name, text, phases=phases, factors=factors).answers
+        assert {one["is_alike"] for one in answer.values["differences"]} == {name == "alike"}
+        assert not any(one["is_shown"] for one in answer.values["differences"])
+        wording(answer.text)
+
+
 def test_times_below_a_millisecond_are_0(tmp_path: Path) -> None:
     phases = {server: {"process": 0.00004, **times} for server, times in PHASES.items()}
     summary = made(tmp_path, phases=phases)
