@@ -1,7 +1,8 @@
-"""Make the pictures of the pages, light and dark: `python -m tests.support.made_pictures RUN report|sweep|bisect`.
+"""Make the pictures of the pages, light and dark: `python -m tests.support.made_pictures RUN NAME`.
 
-`report` is the first screen of the report (RUN: docs/example), `sweep` the chart of a sweep (docs/sweeps.md), `bisect`
-that of a bisection (docs/bisect.md). `results` is the page of `harness results --format html`, a file in place of RUN.
+NAME: `report`, the first screen of the report (RUN: docs/example); `startup`, that of starts (docs/startup.md);
+`sweep`, the chart of a sweep (docs/sweeps.md); `bisect`, that of a bisection (docs/bisect.md); `results`, the page of
+`harness results --format html`, a file in place of RUN (docs/results.md).
 """
 
 import base64
