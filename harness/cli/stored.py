@@ -54,8 +54,8 @@ def export(
         raise HarnessError(f"--detailed: {chosen} has no entries for requests", next_step="Leave it out.")
     folder = cli.find_run(run_folder, runs)
     if chosen not in RECORDS:
-        refuse_invalid(read_run(folder), None, "is exported as numbers")
-        refuse_search(read_run(folder), "is exported as numbers")
+        refuse_invalid(folder, read_run(folder), None, "is exported as numbers")
+        refuse_search(folder, read_run(folder), "is exported as numbers")
         for path in export_as(folder, to, chosen, detailed=detailed, row=row):
             print(path)
         return

@@ -77,7 +77,8 @@ def refuse_unlike(
     excused = {index: _excused_keys(about, keys) for index, keys in differing.items()}
     for index, keys in differing.items():
         if refused := [key for key in keys if key not in excused[index]]:
-            suggested = None if about is not None else _narrowest_excuse([*filter(None, differing.values())])
+            suggested = _narrowest_excuse([*filter(None, differing.values())])
+            suggested = None if suggested == about else suggested
             advice = "Make the runs equal in all but the one thing that the comparison is about."
             if suggested is not None:
                 advice = f"If the comparison is about just that, say so: {command_line('--about', suggested)}"

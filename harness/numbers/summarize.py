@@ -111,6 +111,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
             *warnings.session_notes(run),
             *comparable.start_notes(run),
             *warnings.telemetry_notes(run, measured, data.telemetry.keys()),
+            *warnings.kernel_notes(data),
             *warnings.host_cpu_notes(
                 measured,
                 (mark for process_marks in data.marks.values() for mark in process_marks),

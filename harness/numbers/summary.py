@@ -105,7 +105,9 @@ class Soak(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     memory: list[Trend] = []
     failed: int  # requests
     refused: int = 0  # requests that did not fit into the server's context, which are no failures here
-    first_failure_s: float | None = None  # of a request, or the first serious event of the kernel
+    first_failure_s: float | None = (
+        None  # of a request, or the first serious event of the kernel; negative: in the warm-up
+    )
     cause: str = ""
     events: list[KernelEvent] = []
     cpu_busy: float | None = None  # mean share of the CPU of the machine, by all programs

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from harness.base.reason import Reason, because, sentence
 from harness.base.units import count, date_time, duration, figures, milliseconds, percent
+from harness.failures.diagnosis import scan_text
 from harness.numbers import formulas
 from harness.numbers.load_generator import Limited, read_clock_answers
 from harness.numbers.prefill import blank_starts, is_first_token_blank
@@ -27,7 +28,8 @@ from harness.numbers.validity import (
 )
 from harness.records.manifest import RemoteMachine, Run, ServedBy
 from harness.records.records import AT_MOST, KNOWN_FINISHES, MAX_CPU, BadField, ProcessMark
-from harness.records.samples import MAX_GAP_S, MachineLoad
+from harness.records.run_data import RunData
+from harness.records.samples import MAX_GAP_S, KernelLine, MachineLoad
 from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
 
 MAX_COALESCED = 0.01
@@ -36,6 +38,8 @@ MAX_OPENED = 0.10  # of the requests
 MAX_ENERGY_DIFFERENCE = 0.10  # between power readings and the GPU's energy counter
 GAP_S = 3600.0  # after a pause this long, the machine may be warmer or busy
 _NO_CHANNEL = ("finish_reason", "usage")  # fields of another type that have no text
+# Failures of processes, which may be others, and throttling, which is checked by itself.
+_OTHERS = ("kernel.segfault", "host.oom_kill", "kernel.page_fault", "kernel.throttled")
 HOST_CPU_FULL = 0.95  # of all cores, on average
 
 
@@ -402,12 +406,48 @@ def answer_notes(rows: Iterable[Row]) -> Iterator[Reason]:
 
 
 def token_counter_notes(cells: Sequence[CellSummary]) -> Iterator[Reason]:
-    """A note on cells whose tokens were not checked against the server's counter, which does not distinguish stages."""
-    unchecked = sum(cell.stage is not None or cell.server_load.generated_tokens is None for cell in cells)
+    """Notes on cells whose tokens were not checked against the server's counter."""
+    stages = sum(cell.stage is not None for cell in cells)
+    unchecked = sum(cell.stage is None and cell.server_load.generated_tokens is None for cell in cells)
+    if stages:
+        text = f"the server's token counter does not distinguish stages: the client's count of {stages} of "
+        text += f"{count(len(cells), 'cell')} was not checked against it"
+        yield because("counter_of_stages", text, cells=stages, of=len(cells))
     if unchecked:
         text = f"the server gave no token counter of its own for {unchecked} of {count(len(cells), 'cell')}: the "
         text += "client's count could not be checked against it"
         yield because("no_token_counter", text, cells=unchecked, of=len(cells))
+
+
+def kernel_notes(data: RunData) -> Iterator[Reason]:
+    """A note on what the kernel logged during the cells, where the table of failures knows it as a failure.
+
+    A soak has these events in its answer. The crash of a process may be another one's, and throttling has checks of its
+    own: both are left out.
+    """
+    loads = data.run.scenario.loads
+    events: list[tuple[str, KernelLine]] = []
+    for name, samples in data.telemetry.items():
+        planned = data.planned.get(name)
+        if planned is None or (planned.load in loads and loads[planned.load].soak):
+            continue
+        events += [(name, line) for sample in samples for line in sample.kernel or [] if _is_failure(line.text)]
+    if events:
+        cell, first = events[0]
+        finding = scan_text(first.text).findings[0]
+        more = f", and {count(len(events) - 1, 'more such line')}" if len(events) > 1 else ""
+        text = f"during {cell} the kernel logged `{first.text}`{more}: {finding.cause} [{finding.id}]"
+        yield because("kernel_event", text, cell=cell, id=finding.id, line=first.text, lines=len(events))
+
+
+def _is_failure(text: str) -> bool:
+    findings = scan_text(text).findings
+    return (
+        bool(findings)
+        and findings[0].severity != "warning"
+        and not findings[0].hint
+        and (findings[0].id not in _OTHERS)
+    )
 
 
 def host_cpu_notes(

@@ -28,13 +28,14 @@ from harness.numbers.verdicts import is_client_limited, is_paced, metric_values,
 from harness.questions.compare.decide import refuse_invalid, refuse_search
 from harness.questions.joint import analyse
 from harness.questions.report.page import read_searched, run_page
+from harness.questions.startup import startup_facts
 from harness.records.directory import folder_name, list_runs
 from harness.records.manifest import QUICK, Run, ServedBy, read_run
 from harness.report import words
 from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn, plain_grid
 from harness.report.manifest_facts import UNKNOWN, manifest_facts
 from harness.report.markdown import render
-from harness.report.result_card import render_card
+from harness.report.result_card import code, render_card
 from harness.report.sections import simulated_note
 from harness.run.running_server import combination_words
 
@@ -369,7 +370,7 @@ def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[P
     """
     run = read_run(folder)
     summary = analyse(folder).summary
-    _refuse_result(run, summary)
+    _refuse_result(folder, run, summary)
     target = results.joinpath(*map(folder_name, (run.server_machine.name, run.scenario_name, run.id)))
     files = {
         "run.json": pretty_json(run),
@@ -392,9 +393,12 @@ def result_card(folder: Path, shipped: Collection[str]) -> str:
     Raises RunError for a run that is neither VALID nor imported.
     """
     run, summary = read_run(folder), summary_of(folder)
-    refuse_invalid(run, summary, "has a card")
-    refuse_search(run, "has a card")
-    return render_card(run, summary, _repeat_command(run, is_shipped=run.scenario_name in shipped))
+    refuse_invalid(folder, run, summary, "has a card")
+    refuse_search(folder, run, "has a card")
+    asks_starts = any(server.caches is not None for server in run.scenario.servers.values())
+    answers = startup_facts(analyse(folder).summary.answers)[0] if asks_starts else []
+    texts = [code(answer.text) for answer in answers]
+    return render_card(run, summary, _repeat_command(run, is_shipped=run.scenario_name in shipped), texts)
 
 
 def _repeat_command(run: Run, *, is_shipped: bool) -> str:
@@ -409,13 +413,19 @@ def _repeat_command(run: Run, *, is_shipped: bool) -> str:
     return command_line("harness", "run", run.scenario_name if is_shipped else f"{run.scenario_name}.yaml", *options)
 
 
-def _refuse_result(run: Run, summary: Summary) -> None:
+def _refuse_result(folder: Path, run: Run, summary: Summary) -> None:
     if run.origin is not None:
         raise HarnessError(
             f"{run.id}: was measured by {run.origin.tool}, and what it says is not ranked with runs of this suite",
             next_step="File runs of `harness run`.",
         )
-    refuse_invalid(run, summary, "is filed")
+    refuse_invalid(folder, run, summary, "is filed")
+    refuse_search(folder, run, "is filed")
+    if summary.starts:
+        raise HarnessError(
+            f"{run.id}: it asks how long servers take to start, and results are ranked by their speed under load",
+            next_step=f"`{command_line('harness', 'results', 'card', folder)}` prints its answer as Markdown.",
+        )
 
 
 def _pack(source: Path, path: Path) -> None:

@@ -61,8 +61,8 @@ def _result(data: RunData, name: str) -> Soak | None:
     events = [] if start_wall_s is None else _events(samples, cell, start_wall_s, begin)
     serious = [event for event in events if event.serious]
     at_s = [*(failure.at_s for failure in failed[:1]), *(event.at_s for event in serious[:1])]
-    first_s = max(0.0, min(at_s)) if at_s else None  # 0: in the warm-up
-    until = end if first_s is None else min(end, begin + first_s)
+    first_s = min(at_s, default=None)
+    until = end if first_s is None else min(end, begin + max(0.0, first_s))
     memory = [] if start_wall_s is None else _memory(data, name, start_wall_s, until - begin)
     span = None if start_wall_s is None else (start_wall_s, start_wall_s + until - begin)
     load = machine_load(samples, span, None)
@@ -243,8 +243,8 @@ def soak_answer(soak: Soak) -> Reason:
     """Whether a soak was stable, how it drifts, or when and why it failed."""
     values = {"row": soak.row, "word": soak.word, "first_failure_s": soak.first_failure_s}
     if soak.word == "failed":
-        after = "" if soak.first_failure_s is None else f" after {duration(soak.first_failure_s)}"
-        text = f"failed{after}: {soak.cause or 'no cause is known'}"
+        when = "" if soak.first_failure_s is None else _when(soak.first_failure_s)
+        text = f"failed{when}: {soak.cause or 'no cause is known'}"
         first = next((event for event in soak.events if event.serious), None)
         if first is not None:
             text += f" [{first.id}], {count(first.in_flight, 'request')} in flight, {first.failed} of them failed"
@@ -278,6 +278,11 @@ def soak_answer(soak: Soak) -> Reason:
     return because("soak", f"{soak.row}: {text}.", **values)
 
 
+def _when(at_s: float) -> str:
+    """When something failed; negative: before the measured time."""
+    return f" after {duration(at_s)}" if at_s >= 0 else f" in the warm-up, {duration(-at_s)} before the measured time"
+
+
 def _trends(soak: Soak) -> list[Trend]:
     return [*([] if soak.speed is None else [soak.speed]), *soak.memory]
 
@@ -295,7 +300,7 @@ def _trend_cells(trend: Trend) -> list[str]:
 def _soak_chart(soak: Soak, number: int) -> Chart:
     """The speed of each block up to the first failure, and the kernel's events."""
     rates = [] if soak.speed is None else soak.speed.values
-    until_s = soak.measured_s if soak.first_failure_s is None else soak.first_failure_s
+    until_s = soak.measured_s if soak.first_failure_s is None else max(0.0, soak.first_failure_s)
     at = [round((place + 0.5) * until_s / len(rates) / 3600, 4) for place in range(len(rates))]
     events = [event for event in soak.events if event.at_s >= 0]
     hover = "<b>%{y:,.1f} tok/s</b> after %{x} h<extra></extra>"
@@ -328,7 +333,14 @@ def soak_tables(summary: Summary) -> list[Grid]:
     """The trends and the kernel's events of each soak."""
     trends = [[soak.row, *_trend_cells(trend)] for soak in summary.soaks for trend in _trends(soak)]
     events = [
-        [soak.row, units.duration(max(0.0, event.at_s)), event.id, f"{event.in_flight}", f"{event.failed}", event.text]
+        [
+            soak.row,
+            f"{'' if event.at_s >= 0 else '−'}{units.duration(abs(event.at_s))}",
+            event.id,
+            f"{event.in_flight}",
+            f"{event.failed}",
+            event.text,
+        ]
         for soak in summary.soaks
         for event in soak.events[:_SHOWN_EVENTS]
     ]

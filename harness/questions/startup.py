@@ -123,6 +123,13 @@ def _clauses(by_server: dict[str, list[StartTime]], differences: Sequence[Reason
             took_s = fmean(_phase_mean(by_server[name], _COMPILE) for name in names)
             seconds_text = f" ({duration(took_s)})" if is_again else ""
             clauses.append(f"{_joined(names)} {verbs[len(names) > 1]} again{seconds_text}")
+    clauses += [
+        f"{reason.values['server']} compiles {duration(less_s)} less"
+        for reason in differences
+        if reason.values["compiles_again"] is None and reason.values["is_shown"]
+        if (less_s := reason.values["phases"].get(_COMPILE, 0.0))
+        >= _MIN_SHARE * fmean(_ready_times(by_server[reason.values["owner"]]))
+    ]
     if clauses or not differences or any(difference.values["is_shown"] for difference in differences):
         return clauses
     if all(difference.values["is_alike"] for difference in differences):
@@ -232,16 +239,14 @@ def _compile_words(base: Sequence[StartTime], own: Sequence[StartTime], compiles
 
 
 def _phase_words(phases: dict[str, float], saved_s: float, *, skip: bool) -> list[str]:
-    """Name the phases that make most of a difference. `skip`: compiling has its own words."""
-    if not saved_s:
-        return []
-    word = "less" if saved_s > 0 else "more"
-    shares = {name: value / saved_s for name, value in phases.items() if not (skip and name == _COMPILE)}
-    largest = sorted(shares, key=lambda name: -shares[name])[: _SHOWN_PHASES - skip]
+    """Name the largest differences of phases, also those against the whole. `skip`: compiling has its own words."""
+    least_s = _MIN_SHARE * max([abs(saved_s), *map(abs, phases.values())])
+    others = {name: less_s for name, less_s in phases.items() if not (skip and name == _COMPILE)}
+    largest = sorted(others, key=lambda name: -abs(others[name]))[: _SHOWN_PHASES - skip]
     return [
-        f"`{phase_name(name)}` takes {duration(abs(phases[name]))} {word}"
+        f"`{phase_name(name)}` takes {duration(abs(others[name]))} {'less' if others[name] > 0 else 'more'}"
         for name in largest
-        if shares[name] >= _MIN_SHARE
+        if others[name] and abs(others[name]) >= least_s
     ]
 
 

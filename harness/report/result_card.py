@@ -4,7 +4,7 @@ Every text from outside is a code span: GitHub and forums make no mention, link,
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from harness.base.metrics import METRICS
 from harness.base.units import format_date, milliseconds, significant
@@ -23,14 +23,18 @@ _NONE = "–"
 _COLUMNS = {"output_tok_s": "tok/s", "ttft_p50": "TTFT p50, ms", "tpot_p50": "TPOT p50, ms"}
 
 
-def render_card(run: Run, summary: Summary, command: str) -> str:
-    """Return the card of a VALID or imported run. `command`: what repeats it; of an imported run it is not shown."""
+def render_card(run: Run, summary: Summary, command: str, answers: Sequence[str] = ()) -> str:
+    """Return the card of a VALID or imported run.
+
+    `command`: what repeats it; of an imported run it is not shown. `answers`: what its numbers do not have.
+    """
     cells = {cell.id: cell for cell in summary.cells}
     shown, more = summary.rows[:_MAX_ROWS], len(summary.rows) - _MAX_ROWS
     head = ["server / load", *(f"{title} (95 %)" for title in _COLUMNS.values()), "failed", "repeats"]
     lines = [
         f"**{code(run.scenario.model)} on {code(_machine(run))}**",
         "",
+        *(line for answer in answers for line in (answer, "")),
         f"| {' | '.join(head)} |",
         f"|:---|{'---:|' * (len(head) - 1)}",
         *(_table_row(row, cells) for row in shown),
@@ -48,14 +52,14 @@ def render_card(run: Run, summary: Summary, command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def code(text: str) -> str:
-    """Return a text as a code span that ends where it ends, also in a cell of a table."""
+def code(text: str, *, in_cell: bool = False) -> str:
+    """Return a text as a code span that ends where it ends. `in_cell`: of a table."""
     plain = one_line(text)
     plain = plain if len(plain) <= _MAX_CHARS else f"{plain[: _MAX_CHARS - 3]}..."
     fence = "`" * (1 + max(map(len, re.findall("`+", plain)), default=0))
     space = " " if plain.startswith("`") or plain.endswith("`") or not plain else ""
-    # A bar would end a cell, and a backslash before it would be shown outside of a table.
-    return f"{fence}{space}{plain.replace('|', '¦')}{space}{fence}"
+    shown = plain.replace("|", "¦") if in_cell else plain  # a bar would end the cell
+    return f"{fence}{space}{shown}{space}{fence}"
 
 
 def _machine(run: Run) -> str:
@@ -68,7 +72,7 @@ def _table_row(row: Row, cells: Mapping[str, CellSummary]) -> str:
         _estimate(estimate_row(row, cells, metric), metric) + LIMITED * (METRICS[metric].field in row.client_limited)
         for metric in _COLUMNS
     ]
-    return f"| {' | '.join([code(row.name), *numbers, str(row.pooled.failed), str(len(row.cells))])} |"
+    return f"| {' | '.join([code(row.name, in_cell=True), *numbers, str(row.pooled.failed), str(len(row.cells))])} |"
 
 
 def _estimate(estimate: Estimate | None, metric: str) -> str:

@@ -218,7 +218,7 @@ def _settles_gate(verdict: Verdict, first: str = "r") -> str:
         return f"{measure} more (`{more}`), or choose another --tolerance: the difference is about as large"
     if verdict.unit == "repeats":
         return f"{first}epeat it: `--repeats {verdict.gate_needed}`"
-    return f"{first}epeat both: `--times {verdict.gate_needed}`"
+    return f"{first}epeat both: {verdict.gate_needed} runs each (`harness run SCENARIO --times {verdict.gate_needed}`)"
 
 
 def gate_word(verdict: Verdict) -> str:

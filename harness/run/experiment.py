@@ -65,6 +65,7 @@ class Experiment(msgspec.Struct, frozen=True):
     computed: dict[str, Reason] = {}  # how a value `auto` was computed, by its path in the scenario
     workers: Workers | None = None  # on other machines
     files: Path | None = None  # the folder of the scenario's files; None: the folder of `path`
+    options: dict[str, str] = {}  # WORK_OPTIONS as they were given
     one_of: list[str] = []  # the servers that the scenario compares, where --url measures one server only
 
     @property
@@ -86,6 +87,7 @@ class Recording(NamedTuple):
 
 
 NO_RECORDING = Recording()
+WORK_OPTIONS = ("--duration", "--trace", "--slice")  # they change the work, so the same run again needs them
 
 
 def prepare(
@@ -127,7 +129,14 @@ def prepare(
         if one_of:
             question = f"How fast is this server under the loads of {path.stem}, which compares {' and '.join(one_of)}?"
         scenario = replace(_move_to_running_server(scenario), question=question)
-    return Experiment(path, _with_trace_requests(scenario, path.resolve().parent), target, one_of=one_of)
+    values = (
+        None if duration_s is None else f"{duration_s:.10g}s",
+        None if recording.file is None else str(recording.file.resolve()),
+        None if recording.conversations is None else str(recording.conversations),
+    )
+    given = {name: text for name, text in zip(WORK_OPTIONS, values, strict=True) if text is not None}
+    scenario = _with_trace_requests(scenario, path.resolve().parent)
+    return Experiment(path, scenario, target, options=given, one_of=one_of)
 
 
 def _with_recording(scenario: Scenario, given: Recording) -> Scenario:

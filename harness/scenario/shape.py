@@ -199,8 +199,12 @@ def path_of(place: Iterable[str | int]) -> str:
 @cache
 def _validator(type_: type) -> "Draft202012Validator":
     from jsonschema import Draft202012Validator  # it takes 0.1 s, and most files have no mistakes
+    from jsonschema.validators import extend
 
-    return Draft202012Validator(msgspec.json.schema(type_))
+    # To jsonschema 3.0 is a whole number, to msgspec it is not.
+    checker = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+    validator = cast(Any, extend)(Draft202012Validator, type_checker=checker)(msgspec.json.schema(type_))
+    return cast("Draft202012Validator", validator)
 
 
 def _mistakes_of(error: "ValidationError", suggest: bool) -> Iterator[tuple[Place, str]]:

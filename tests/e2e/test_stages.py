@@ -194,7 +194,7 @@ def test_stages_follow_each_other_without_draining(tmp_path: Path) -> None:
         assert all(mark.cpu_max is not None for mark in ends)
     summary = json.loads((folder / "summary.json").read_bytes())
     assert reasons_but_slowness(folder) == []
-    counters = [note["values"] for note in summary["notes"] if note["code"] == "no_token_counter"]
+    counters = [note["values"] for note in summary["notes"] if note["code"] == "counter_of_stages"]
     assert counters == [{"cells": 3, "of": 3}]
     assert [row["load"] for row in summary["rows"]] == ["p@2", "p@6", "p@3"]
     rates = [row["pooled"]["output_tok_s"] for row in summary["rows"]]

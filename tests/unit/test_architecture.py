@@ -75,6 +75,7 @@ BETWEEN: dict[tuple[str, str], str] = {
         "agents", "crossover", "findings", "mlperf_edge", "same_answers", "soak", "startup", "switching")},
     ("results", "joint"): "a filed run has all answers",
     ("results", "report"): "a filed run has its page",
+    ("results", "startup"): "a card has the time until ready",
 }  # fmt: skip
 SHARED_NAMES = {
     "__init__",

@@ -160,7 +160,8 @@ def of_errors(folder: Path, word: str) -> Iterator[str]:
     sides = ["compare", "A", "B", "--against", "C", word]
     failing: list[Callable[[], object]] = [
         lambda: common.find_run(Path("absent"), path), lambda: common.find_runs(Path("absent:3"), path),
-        lambda: read_summary(path), lambda: refuse_invalid(replace(data.run, status="failed"), None, "is compared"),
+        lambda: read_summary(path),
+        lambda: refuse_invalid(path, replace(data.run, status="failed"), None, "is compared"),
     ]  # fmt: skip
     if not word.startswith("-"):  # then it is another option
         failing.append(lambda: _refuse_mixed_sides([Path("A"), Path("B"), Path(word)], sides))
@@ -333,9 +334,10 @@ def doctor_of_closed_devices(folder: Path, word: str) -> Printed:
 
 
 def results_of_a_failed_run(folder: Path, word: str) -> Printed:
-    write_made_run(folder / "run", status="failed", id=as_text(word))
-    done = called("results", "add", "run", cwd=folder)
-    return done.err.partition("\nnext: ")[2], [["harness", "report", as_text(word)]]
+    word = as_text(word)
+    write_made_run(folder / word, status="failed", id="r")
+    done = called("results", "add", "--", word, cwd=folder)
+    return done.err.partition("\nnext: ")[2], [["harness", "report", as_path(word)]]
 
 
 def report_without_a_page(folder: Path, word: str) -> Printed:

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -109,8 +110,20 @@ def _suggest_about(error: HarnessError) -> None:
     from harness.records.manifest import UnlikeError
 
     if isinstance(error, UnlikeError) and error.about is not None:
-        command = command_line("harness", sys.argv[1], "--about", error.about, *sys.argv[2:])  # `--` may follow
+        given = _without_about(sys.argv[2:])
+        command = command_line("harness", sys.argv[1], "--about", error.about, *given)  # `--` may follow
         error.next_step = f"If the comparison is about just that: {command}"
+
+
+def _without_about(words: Sequence[str]) -> list[str]:
+    """The words of a command line without an `--about` that was not enough."""
+    end = words.index("--") if "--" in words else len(words)
+    kept: list[str] = []
+    for place, word in enumerate(words):
+        is_value = 0 < place <= end and words[place - 1] == "--about"
+        if place >= end or not (is_value or word == "--about" or word.startswith("--about=")):
+            kept.append(word)
+    return kept
 
 
 def _print_comparison(comparison: "Comparison", output: str) -> None:

@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from typing import NamedTuple
 
 import msgspec
@@ -273,8 +274,8 @@ def _named_for_side(result: CheckResult, side: RunGroup) -> CheckResult:
     return msgspec.structs.replace(result, check=f"{result.check} ({side.name})")
 
 
-def refuse_invalid(run: Run, summary: Summary | None, purpose: str) -> None:
-    """Raise RunError unless a run is VALID, or an import without problems. `purpose`: such as "is compared".
+def refuse_invalid(folder: PurePath, run: Run, summary: Summary | None, purpose: str) -> None:
+    """Raise RunError unless the run in `folder` is VALID, or an import without problems. `purpose`: "is compared".
 
     Without a summary the manifest decides.
     """
@@ -284,17 +285,17 @@ def refuse_invalid(run: Run, summary: Summary | None, purpose: str) -> None:
     lines = sentences(reasons or [because("run_status", f"it is {run.status}", status=run.status)])
     raise RunError(
         f"{run.id}: only a VALID run {purpose}: {lines[0]}",
-        next_step=f"`{command_line('harness', 'report', run.id)}` shows all reasons.",
+        next_step=f"`{command_line('harness', 'report', folder)}` shows all reasons.",
         detail="\n".join(lines) if len(lines) > 1 else "",
     )
 
 
-def refuse_search(run: Run, purpose: str) -> None:
+def refuse_search(folder: PurePath, run: Run, purpose: str) -> None:
     """Raise HarnessError for a search: its rows are short probes and no results. `purpose`: such as "has a card"."""
     if run.kind == "search":
         raise HarnessError(
             f"{run.id}: its rows are probes of a search, and only a measurement {purpose}",
-            next_step=f"`{command_line('harness', 'report', run.id)}` shows its answer.",
+            next_step=f"`{command_line('harness', 'report', folder)}` shows its answer.",
         )
 
 

@@ -77,7 +77,7 @@ def _read_side(folders: Sequence[Path], checks: Sequence[str]) -> RunGroup:
     runs, summaries = [], []
     for folder in folders:
         run, summary = read_run(folder), summary_of(folder, checks)
-        refuse_invalid(run, summary, "is compared")
+        refuse_invalid(folder, run, summary, "is compared")
         runs.append(run)
         summaries.append(summary)
     name = runs[0].id if len(runs) == 1 else f"{runs[0].id} and {count(len(runs) - 1, 'more run')}"
@@ -105,7 +105,7 @@ def group_by_machine(folders: Sequence[Path]) -> list[list[Path]]:
 def read_baseline(folder: Path) -> Run:
     """The manifest of a baseline run. Raises RunError for one that is INVALID or has not ended."""
     run = read_run(folder)
-    refuse_invalid(run, None, "is a baseline")
+    refuse_invalid(folder, run, None, "is a baseline")
     return run
 
 
@@ -129,7 +129,7 @@ def make_reference(
     refuse_repeated([base, run])
     texts = list(dict.fromkeys([*run.scenario.checks, *checks]))
     summary = summary_of(folder, texts)
-    refuse_invalid(base, summary, "is a baseline")
+    refuse_invalid(folder, base, summary, "is a baseline")
     keys = {row.key for row in summary.rows}
     rows = [(server, load) for server in run.scenario.servers for load in run.scenario.loads if (server, load) in keys]
     refused = comparison_refusal(base, run, rows, about)

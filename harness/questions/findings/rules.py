@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.base.command_line import command_line
+from harness.base.command_line import command_line, option_words
 from harness.base.errors import HarnessError
 from harness.base.files import RUNS_FOLDER, SCENARIOS, inline_yaml, open_file, read_json
 from harness.base.reason import Reason, because
@@ -33,6 +33,7 @@ from harness.records.directory import INPUTS
 from harness.records.manifest import QUICK, ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample, ServerLoad
+from harness.run.experiment import WORK_OPTIONS
 from harness.run.running_server import combination_words
 from harness.scenario import Load, max_concurrency
 
@@ -347,9 +348,9 @@ class RowFacts(Struct, frozen=True, dict=True):
         run, is_capacity = self.data.run, (self.data.folder / CAPACITY_FILE).exists()
         server = list[str]()
         if self.served.template is None and self.served.url:  # it ran already
-            options: dict[str, Any] = {"--model": run.scenario.model, "--api-key-env": run.scenario.api_key_env}
+            access: dict[str, Any] = {"--model": run.scenario.model, "--api-key-env": run.scenario.api_key_env}
             others = {"--telemetry": self._inputs.get("telemetry"), "--runs": self._runs_folder}
-            given = [word for name, value in (options | others).items() if value for word in (name, value)]
+            given = [word for name, value in (access | others).items() if value for word in (name, value)]
             if self.is_quick:
                 return command_line("harness", "quick", self.served.url, *combination_words(run.scenario), *given)
             server = ["--url", self.served.url, *given]
@@ -357,7 +358,12 @@ class RowFacts(Struct, frozen=True, dict=True):
         if is_capacity and server and kind != run.scenario_name:  # it was made for the running server
             return command_line("harness", "capacity", *server, "--user", kind)
         where = [] if server or self._runs_folder is None else ["--runs", self._runs_folder]
-        return command_line("harness", "capacity" if is_capacity else "run", self._scenario_word, *server, *where)
+        kept = None if is_capacity else self._inputs.get("options")
+        options = dict(kept) if isinstance(kept, dict) else {}
+        work = option_words({name: text for name, text in options.items() if name in WORK_OPTIONS})
+        return command_line(
+            "harness", "capacity" if is_capacity else "run", self._scenario_word, *work, *server, *where
+        )
 
     @property
     def _scenario_word(self) -> str | Path:

@@ -20,7 +20,7 @@ def read_history(folder: Path, runs: Path, results: Path, tolerance: float = TOL
     Raises RunError unless the run is VALID.
     """
     run, newest = read_run(folder), summary_of(folder)
-    refuse_invalid(run, newest, "is compared with its history")
+    refuse_invalid(folder, run, newest, "is compared with its history")
     earlier, left_out, without_records = _collect_earlier(run, runs, results)
     without_records += [run.id] if has_only_summary(folder) else []
     return decide_history(run, newest, earlier, left_out, without_records, tolerance)

@@ -98,6 +98,13 @@ def test_only_a_valid_run_is_published(tmp_path: Path, wording: Wording) -> None
     assert not (tmp_path / "results").exists()
 
 
+def test_a_search_is_not_ranked(tmp_path: Path, wording: Wording) -> None:
+    write_made_run(tmp_path / "one", steady(), kind="search")
+    with pytest.raises(HarnessError) as caught:
+        add_result(tmp_path / "one", tmp_path / "results")
+    wording(caught.value)
+
+
 def test_names_are_safe_as_folders(tmp_path: Path) -> None:
     folders = {
         "strix": "strix", "max-num-seqs_2.1": "max-num-seqs_2.1", "Strix": "strix-0b3437", "../../etc": "etc-74ccf3",

@@ -84,7 +84,7 @@ def soak(
         if ring and fails_after_h is not None and minute == round(fails_after_h * 60):
             lines = [KernelLine(wall_s=WALL_S + 1 + fails_after_h * 3600 - 2, text=RING)]
         lines += [KernelLine(wall_s=WALL_S + 1 + at, text=text, of_server=of_server) for at, text in logged.items()
-                  if at // 60 == minute]  # fmt: skip
+                  if max(0.0, at) // 60 == minute]  # fmt: skip
         container = ContainerSample(memory_bytes=3 * GIB)
         samples.append(
             TelemetrySample(wall_s=WALL_S + 1 + 60 * minute, cell=run.order[0], gpus={"renderD128": gpu},
@@ -94,8 +94,9 @@ def soak(
     summary = analyse(folder).summary
     run = replace(read_run(folder), status=status)
     assert run_answer(summary, run).startswith(soak_answer(summary.soaks[0]).text)
-    assert "Over the hours" in render(run_page(summary, run))
-    return summary.soaks[0]
+    (soak,) = summary.soaks
+    assert ("Over the hours" in render(run_page(summary, run))) == bool(soak.speed or soak.memory)
+    return soak
 
 
 def test_steady_hours_are_stable(tmp_path: Path) -> None:
@@ -103,6 +104,14 @@ def test_steady_hours_are_stable(tmp_path: Path) -> None:
     assert (found.word, found.first_failure_s, found.events, found.failed) == ("stable", None, [], 0)
     assert found.speed is not None and found.speed.low <= 0 <= found.speed.high
     assert {one.name: one.grows for one in found.memory} == {"VRAM": False, "GTT": False, "container": False}
+
+
+def test_a_failure_in_the_warmup_is_before_the_measured_time(tmp_path: Path, wording: Wording) -> None:
+    found = soak(tmp_path / "run", logged={-11.0: RING})
+    assert found.word == "failed" and found.first_failure_s == pytest.approx(-11.0, abs=1)
+    (answer,) = [soak_answer(found).text]
+    assert "11 s before" in answer and found.speed is None
+    wording(answer)
 
 
 def test_a_slow_drift_and_a_leak_are_found_with_their_rates(tmp_path: Path, wording: Wording) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from harness.base.errors import ScenarioError
+from harness.base.errors import HarnessError, ScenarioError
 from harness.base.reason import Reason, sentence
+from harness.numbers.summarize import write_summary
 from harness.numbers.summary import Summary
 from harness.questions.joint import analyse, analyse_with_findings
 from harness.questions.report.headline import run_answer
+from harness.questions.results import add_result, result_card
 from harness.questions.startup import startup_answers, startup_tables
 from harness.records.manifest import CompiledFolder, Phase, ServedBy, Startup, read_run
 from harness.records.records import Request
@@ -215,6 +217,14 @@ def test_a_server_that_ran_already_was_not_seen_to_start(tmp_path: Path, wording
     wording(render(startup_tables(summary)))
 
 
+def test_a_phase_that_works_against_the_difference_is_named(tmp_path: Path, wording: Wording) -> None:
+    """An update that compiles less and loads longer."""
+    phases = {**PHASES, "updated": {**PHASES["updated"], "compile": 20.0, "weights": 90.0}}
+    *_, updated, _, _ = made(tmp_path, phases=phases).answers
+    assert updated.values["phases"]["weights"] < -60
+    wording(updated.text)
+
+
 def test_the_warmer_server_may_be_slower(tmp_path: Path, wording: Wording) -> None:
     answer, *facts = made(tmp_path, phases={**PHASES, "warm": {**PHASES["warm"], "compile": 400.0}}).answers
     assert answer.values["differences"][0]["saved_s"] < 0
@@ -249,3 +259,13 @@ def test_only_what_an_earlier_server_of_its_kind_compiles(
         load_scenario(tmp_path / "s.yaml")
     assert raised.value.problems[0].startswith(f"$.servers.{path}.caches ")
     wording(raised.value.problems[0])
+
+
+def test_a_card_has_the_answer_and_a_ranking_has_no_starts(tmp_path: Path, wording: Wording) -> None:
+    summary = made(tmp_path)
+    write_summary(tmp_path / "run", summary)
+    assert f"`{summary.answers[0].text}`" in result_card(tmp_path / "run", [])
+    with pytest.raises(HarnessError) as caught:
+        add_result(tmp_path / "run", tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+    wording(caught.value)

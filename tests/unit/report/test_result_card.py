@@ -76,8 +76,9 @@ def outside_of_code(text: str) -> str:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_text_from_outside_stays_a_code_span(text: str, tmp_path: Path) -> None:
-    span = code(text)
-    assert outside_of_code(span) == "" and "\n" not in span and "|" not in span and "\u202e" not in span
+    for span in (code(text), code(text, in_cell=True)):
+        assert outside_of_code(span) == "" and "\n" not in span and "\u202e" not in span
+    assert "|" not in code(text, in_cell=True)
     machine = Machine(
         name=text, cpu=text, kernel=text, rocm=text, kernel_parameters={"power profile": text, text: text}
     )

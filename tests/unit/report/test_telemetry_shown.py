@@ -5,16 +5,18 @@ import io
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from harness.numbers.summarize import read_summary
+from harness.base.files import read_lines
+from harness.numbers.summarize import read_summary, summarize
 from harness.records.manifest import read_run
-from harness.records.samples import GpuSample
+from harness.records.samples import GpuSample, KernelLine, TelemetrySample
 from harness.report import export
 from harness.report.charts.data import machine_samples, read_chart_data
 from harness.report.charts.timeline import timeline_events, timeline_figure
 from harness.report.elements import TimelineEvent
 from harness.report.results_table import machine_table
-from tests.support.made_runs import telemetry_of, watch
+from tests.support.made_runs import telemetry_of, watch, write_lines
 from tests.support.report_runs import write_run_directory
 from tests.support.wording import Wording
 
@@ -86,3 +88,24 @@ def test_exports_for_programs(watched: Path) -> None:
     row = next(csv.DictReader(io.StringIO(export.csv_table(summary, run))))
     assert float(row["energy_per_token_j"]) == did.energy_per_token_j
     assert float(row["gpu_memory_max_bytes"]) == did.memory_max_bytes == 39 * 2**30
+
+
+def test_a_failure_in_the_kernel_log_is_shown(tmp_path: Path, wording: Wording) -> None:
+    """Also where no request failed; not throttling, the crash of a process, or a line that no failure has."""
+    lines = {
+        "amdgpu 0000:c5:00.0: amdgpu: ring comp_1.1.0 timeout, signaled seq=2, emitted seq=4": 1,
+        "browser[41]: segfault at 10 ip 00007f sp 00007f error 4": 0,
+        "amdgpu 0000:c5:00.0: amdgpu: SMU is resumed successfully!": 0,
+    }
+    for place, (text, number) in enumerate(lines.items()):
+        folder = tmp_path / str(place)
+        write_run_directory(folder, repeats=1, requests=100, servers=("only",))
+        watch(folder)
+        samples = list(read_lines(folder / "telemetry.jsonl", TelemetrySample))
+        samples[3] = replace(samples[3], kernel=[KernelLine(wall_s=samples[3].wall_s, text=text)])
+        write_lines(folder / "telemetry.jsonl", samples)
+        notes = [note for note in summarize(folder).notes if note.code == "kernel_event"]
+        assert len(notes) == number, text
+        for note in notes:
+            assert note.values["cell"] == samples[3].cell and note.values["id"] == "kernel.ring_timeout"
+            wording(note.text)

@@ -928,6 +928,10 @@ def test_the_command_that_verifies_works_for_a_server_that_ran_already(tmp_path:
     where = ["--runs", str(tmp_path / "runs of me")]
     assert shlex.split(facts.run_again)[-4:] == ["--telemetry", inputs["telemetry"], *where]
     assert shlex.split(facts.verify("effective"))[-2:] == where and run.id in facts.verify("effective")
+    options = {"--slice": "2", "--trace": "/a b/c.jsonl", "--api-key-env": "A", "--duration": "40s"}
+    (tmp_path / "runs of me/one/inputs.json").write_bytes(msgspec.json.encode({**inputs, "options": options}))
+    facts = RowFacts(facts.data, summary, summary.rows[0])
+    assert shlex.split(facts.run_again)[3:9] == ["--slice", "2", "--trace", "/a b/c.jsonl", "--duration", "40s"]
     assert again("vllm-cpu") == "harness run NAME.yaml"
     assert again(None) == "harness run NAME.yaml --url http://127.0.0.1:8000 --model m"
     assert again(None, "capacity.json") == "harness capacity NAME.yaml --url http://127.0.0.1:8000 --model m"
