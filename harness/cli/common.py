@@ -186,7 +186,7 @@ app = typer.Typer(
     help="Load testing of LLM servers on AMD hardware: from a scenario file to a verdict.",
     epilog="Exit codes: 0 fine; 1 usage or scenario error; 2 a server did not become ready, or lacks the model; "
     "3 the run is INVALID; 4 a check failed or a comparison found a slowdown; 5 a comparison cannot tell, a check is "
-    "inconclusive, or no number of users is proven; 130 interrupted.",
+    "inconclusive, no number of users is proven, or a search did not end; 130 interrupted.",
 )
 command = partial(app.command, cls=CliCommand)
 

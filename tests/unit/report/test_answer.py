@@ -172,7 +172,7 @@ def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
     unknown = verdict("d", "inconclusive", None, refused=because("no_values", "there is no wall time"))
     slower = "Slower: b is 25 % slower than vllm / one by wall time (24 to 26 %)"
     faster = "c is 50 % faster than vllm / one by wall time (48 to 52 %). "
-    repeat = "Repeat both: `--times 5`."
+    repeat = "Repeat both: 5 runs each (`harness run SCENARIO --times 5`)."
     none = "No slowdown of 10 % or more: c is 48 to 52 % faster than vllm / one by wall time."
     for verdicts, answer in (
         ([slow, fast, unknown], f"{faster}{slower}. Of 3 comparisons: 1 slower, 1 cannot tell, 1 faster."),
