@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from harness.base.errors import HarnessError
 from harness.base.files import is_stream
 from harness.base.reason import because
-from harness.questions.bisect.entry_build import LAST_LINES, build, build_words
+from harness.questions.bisect.entry_build import LAST_LINES, BuildCut, build, build_words
 from harness.questions.bisect.entry_list import (
     MAX_BYTES,
     MAX_SHORT,
@@ -164,10 +164,21 @@ def test_a_build_that_fails_has_its_code_and_last_lines(tmp_path: Path) -> None:
     failed = build([sys.executable, "-c", script, "{}"], "a", tmp_path / "log", 60)
     assert failed is not None and failed.code == "build_failed" and failed.values["code"] == 7
     assert failed.values["output"][-1] == "hipcc: error" and len(failed.values["output"]) == LAST_LINES
-    missing = build(["no-such-program", "{}"], "a", tmp_path / "log", 60)
-    assert missing is not None and missing.values["code"] is None
-    late = build([sys.executable, "-c", "import time; time.sleep(3600)", "{}"], "a", tmp_path / "log", 0.0)
-    assert late is not None and late.code == "build_failed"
+    own = build([f"{tmp_path}/make-{{}}"], "a", tmp_path / "log", 60)
+    assert own is not None and own.values["code"] is None, "each entry has its own program"
+    with pytest.raises(BuildCut):
+        build([sys.executable, "-c", "import time; time.sleep(3600)", "{}"], "a", tmp_path / "log", 0.0)
+
+
+def test_a_build_command_that_cannot_be_run_is_no_result_of_its_entry(tmp_path: Path) -> None:
+    (tmp_path / "build.sh").write_text("#!/bin/sh\necho $1 > built\n")
+    for program, folder in (("no-such-program", None), ("./build.sh", tmp_path), ("true", tmp_path / "none")):
+        with pytest.raises(HarnessError, match="--build") as error:
+            build([program, "{}"], "a", tmp_path / "log", 60, None if folder is None else str(folder))
+        assert str(folder or Path.cwd()) in error.value.next_step
+    (tmp_path / "build.sh").chmod(0o755)
+    assert build(["./build.sh", "{}"], "a", tmp_path / "log", 60, str(tmp_path)) is None
+    assert (tmp_path / "built").read_text() == "a\n"
 
 
 @pytest.mark.parametrize("command", ["make", "make '{}", "make {}"])
