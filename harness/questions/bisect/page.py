@@ -59,10 +59,16 @@ def answer_line(report: BisectReport) -> str:
 
 def _failed_line(report: BisectReport) -> str:
     """Which end of the list gives no result; why is a fact below."""
-    for level, role in ((report.levels[0], "good"), (report.levels[-1], "bad")):
-        if level.failed is not None:
-            return f"The {role} entry {_full_name(level, report)} {_failure_text(level.failed)}"
+    level = _failed_end(report)
+    if level is not None and level.failed is not None:
+        role = "bad" if level.entry else "good"
+        return f"The {role} entry {_full_name(level, report)} {_failure_text(level.failed)}"
     return "; ".join(["No answer: an entry that is needed gives no result", *_dropped_texts(report)])
+
+
+def _failed_end(report: BisectReport) -> EntryLevel | None:
+    """The end of the list that gives no result; None: both do."""
+    return next((level for level in (report.levels[0], report.levels[-1]) if level.failed is not None), None)
 
 
 def _full_name(level: EntryLevel, report: BisectReport) -> str:
@@ -96,15 +102,17 @@ def _change_line(report: BisectReport, change: Change) -> str:
 
 
 def _size(change: Change) -> str:
-    """A change with its interval: "38 % slower (35 to 41 %)"; with one more digit where the bounds look equal."""
-    size, sizes = format_change(change.ratio, change.low, change.high), interval_sizes(change.low, change.high)
-    bounds = [100 * (max(bound, 1 / bound) - 1) for bound in (change.high, change.low)]
-    if "%" in sizes and figures(bounds[0], 2) == figures(bounds[1], 2) and min(bounds) > 0:
-        near, far = sorted(bounds)
-        word = "slower" if change.ratio < 1 else "faster"
-        size = f"{_finer(100 * (max(change.ratio, 1 / change.ratio) - 1))} % {word}"
-        sizes = f"{_finer(near)} to {_finer(far)} %"
-    return f"{size} ({sizes})"
+    """A change with its interval: "38 % slower (35 to 41 %)"."""
+    return f"{format_change(change.ratio, change.low, change.high)} ({_sizes(change.low, change.high)})"
+
+
+def _sizes(low: float, high: float) -> str:
+    """The sizes of an interval on one side of 1: "35 to 41 %"; with a further digit where its bounds look equal."""
+    near, far = (1 / high, 1 / low) if high < 1 else (low, high)
+    shares = [100 * (bound - 1) for bound in (near, far)]
+    if far >= 2 or near <= 1 or figures(shares[0], 2) != figures(shares[1], 2):
+        return interval_sizes(low, high)
+    return f"{_finer(shares[0])} to {_finer(shares[1])} %"
 
 
 def _finer(value: float) -> str:
@@ -133,7 +141,7 @@ def bisect_elements(report: BisectReport) -> list[Element]:
 def facts(report: BisectReport) -> list[str]:
     """What the answer rests on, one fact each."""
     question = report.question
-    loads = "" if report.loads < 2 else f", the mean of {report.loads} loads"
+    loads = "" if report.loads < 2 else f", the geometric mean of {report.loads} loads"
     text = f"{count(len(question.values), 'entry', 'entries')} of {question.variable}, compared by "
     text += f"{METRICS[question.metric].title}{loads}: {count(report.starts, 'start')} in {duration(report.spent_s)}"
     texts = [text]
@@ -141,7 +149,7 @@ def facts(report: BisectReport) -> list[str]:
         texts.append(f"{report.levels[-1].short} is {_size(report.ends)} than {report.levels[0].short}: proven")
     texts += _part_facts(report)
     texts += [_skipped_text(level, report) for level in report.levels if level.failed]
-    texts += [] if report.ends is None else _dropped_texts(report)
+    texts += [] if _has_dropped_headline(report) else _dropped_texts(report)
     if report.times:
         shown = ", ".join(
             f"{CAUSES[time.part]} {time.seconds * 1000:+,.0f} ms" for time in report.times if abs(time.share) >= MARGIN
@@ -165,23 +173,33 @@ def facts(report: BisectReport) -> list[str]:
 
 def _dropped_texts(report: BisectReport) -> list[str]:
     """How many starts do not count, and why: the reasons with the entries that they are of."""
-    if not report.dropped:
+    dropped = [start for start in report.dropped if report.levels[start.entry].failed is None]  # else: `_skipped_text`
+    if not dropped:
         return []
     by_reason: dict[str, list[DroppedStart]] = {}
-    for start in report.dropped:
+    for start in dropped:
         by_reason.setdefault(start.reason.code, []).append(start)
     whys = []
     for starts in by_reason.values():
         names = list(dict.fromkeys(report.levels[start.entry].short for start in starts))
         whys.append(f"{_listed(names)}: {sentence(starts[-1].reason)}")
-    number, total = len(report.dropped), report.starts
+    number, total = len(dropped), report.starts
     return [f"{number} of {count(total, 'start')} {verb(number, 'does', 'do')} not count: {'; '.join(whys)}"]
+
+
+def _has_dropped_headline(report: BisectReport) -> bool:
+    """Whether the answer itself has the starts that do not count."""
+    if report.change is not None:
+        return False
+    return _failed_end(report) is None if report.ended == "end_failed" else report.ends is None
 
 
 def _skipped_text(level: EntryLevel, report: BisectReport) -> str:
     """Why an entry has no result. The first line has it that an end has none."""
     is_end = level.entry in (0, len(report.levels) - 1)
     text = "" if level.failed is None else sentence(level.failed)
+    if dropped := sum(start.entry == level.entry for start in report.dropped):
+        text = f"{count(dropped, 'start')} {verb(dropped, 'does', 'do')} not count: {text}"
     return f"{_full_name(level, report)}: {text}" if is_end else f"skipped: {level.short}: {text}"
 
 
@@ -224,7 +242,7 @@ def entry_grid(report: BisectReport) -> Grid:
     """The level of each entry."""
     title, metric = METRICS[report.question.metric].title, report.question.metric
     # The mean of several loads has no unit, so that there is no column of it.
-    has_values = any(level.value is not None for level in report.levels)
+    has_values = report.loads < 2
     head = ["Entry", "Starts", *([title[0].upper() + title[1:]] if has_values else [])]
     head += [f"Against {report.levels[0].short}", "Side"]
     rows = [
@@ -251,7 +269,9 @@ def change_text(level: EntryLevel) -> str:
         return NOTHING
     if level.entry == 0:
         return "1 (reference)"
-    return format_range(level.low, level.high)
+    if level.low < 1 <= level.high:
+        return format_range(level.low, level.high)
+    return f"{_sizes(level.low, level.high)} {'slower' if level.high < 1 else 'faster'}"
 
 
 def side_text(level: EntryLevel, report: BisectReport) -> str:

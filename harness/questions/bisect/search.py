@@ -41,7 +41,7 @@ from harness.questions.bisect.record import (
     read_bisect,
     write_bisect,
 )
-from harness.records.manifest import CellRun
+from harness.records.manifest import CellRun, ServedBy
 from harness.run.experiment import Experiment, load_name, server_name
 from harness.run.machine_fit import check_all_gpus, resolve_auto
 from harness.run.orchestrator import run_steps, start_run
@@ -347,7 +347,7 @@ class BisectSearch:
         asked = self._asked(entry)
         try:
             for cell_run in measure_start(self.running, cells, self._idle_memory):
-                self._refuse_other_image(entry, cell_run.served_by.image_digest)
+                refuse_other_image(self.record, self.running.file.manifest.cells, entry, cell_run.served_by)
                 why = death_of_setting(cell_run) or next(iter(find_ignored_settings(cell_run.served_by, asked)), None)
                 failed = failed or why
                 yield cell_run if why is None else replace(cell_run, failed=why)
@@ -377,21 +377,6 @@ class BisectSearch:
             value = scalar(value) if is_flag(key) else self.running.scenario.servers[self.names[entry]].variables[key]
         return {} if isinstance(value, str) else {key: value}
 
-    def _refuse_other_image(self, entry: int, digest: str | None) -> None:
-        """Raise HarnessError for an image that is not the one of the entry's first start: its tag was moved."""
-        own = {cell for start in self.record.starts if start.entry == entry for cell in start.cells}
-        runs = self.running.file.manifest.cells
-        digests = [run.served_by.image_digest for run in runs if run.id in own]
-        first = next((known for known in digests if known is not None), None)
-        if first is None or digest is None or first.rpartition("@")[2] == digest.rpartition("@")[2]:
-            return
-        value = entry_text(self.question.values[entry])
-        advice = "Pin it in the list by its digest (NAME@sha256:...), and start the search again"
-        advice += "; or give the tag to the first image again."
-        raise HarnessError(
-            f"{value}: the image is not the one of its first start (was {first}, is {digest})", next_step=advice
-        )
-
     def _record(self, trial: BisectTrial, began_s: float) -> None:
         """Keep a start, and print its result."""
         trial = replace(trial, took_s=time.monotonic() - began_s)
@@ -411,6 +396,24 @@ def end_reason(step: BisectStep, starts: Sequence[BisectStart], question: Bisect
         name = short_names(question.values)[last.entry]
         return because("bisect_end_failed", f"{reason.text}: {name}: {sentence(last.reason)}")
     return reason
+
+
+def refuse_other_image(record: BisectRecord, cells: Sequence[CellRun], entry: int, served: ServedBy) -> None:
+    """Raise HarnessError for an image that is not the one of the entry's first start: its tag was moved.
+
+    An image that is pushed between two starts has another digest too, unless Docker keeps images in containerd.
+    """
+    own = {cell for start in record.starts if start.entry == entry for cell in start.cells}
+    digests = [cell.served_by.image_digest for cell in cells if cell.id in own]
+    first, digest = next((known for known in digests if known is not None), None), served.image_digest
+    if first is None or digest is None or first.rpartition("@")[2] == digest.rpartition("@")[2]:
+        return
+    advice = "Pin it in the list by its digest (NAME@sha256:...), and start the search again; or give the tag to the "
+    raise HarnessError(
+        f"{entry_text(record.question.values[entry])}: the image is not the one of its first start "
+        f"(was {first}, is {digest})",
+        next_step=f"{advice}first image again.",
+    )
 
 
 def image_failure(error: ImageError) -> Reason:
