@@ -52,11 +52,11 @@ def build(words: list[str], value: object, log: Path, limit_s: float, folder: st
             _refuse_missing(command[0], folder)
             child = start(_in_folder(command, folder), stdout=output, stderr=subprocess.STDOUT)
         except OSError as error:
-            why = f"the build command cannot be run: {error.filename or command[0]}: {reason_of(error)}"
+            why = f"{error.filename or command[0]}: {reason_of(error)}"
             if PLACE in words[0] and error.filename == command[0]:  # a program for each entry: this one has none
-                return because("build_failed", why, code=None, output=[])
+                return because("build_failed", f"the build command cannot be run: {why}", code=None, output=[])
             advice = f"Correct it; it runs in {folder or Path.cwd()}, where the search was started."
-            raise HarnessError(f"--build: {why}", next_step=advice) from None
+            raise HarnessError(f"--build: the command cannot be run: {why}", next_step=advice) from None
         try:
             while child.poll() is None and time.monotonic() - began_s < limit_s:
                 time.sleep(POLL_S)

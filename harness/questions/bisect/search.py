@@ -388,14 +388,14 @@ class BisectSearch:
 def end_reason(step: BisectStep, starts: Sequence[BisectStart], question: BisectQuestion) -> Reason:
     """Return why a search ends at its last step."""
     assert step.ended is not None
-    reason, last = ENDS[step.ended], next((start for start in reversed(starts) if start.reason is not None), None)
+    last = next((start for start in reversed(starts) if start.reason is not None), None)
     if step.ended == "pair" and step.high - step.low > 1:
         text = "the difference of two entries is proven, and those between them cannot be measured"
         return because("bisect_pair", text)
     if step.ended == "end_failed" and last is not None and last.reason is not None:
         name = short_names(question.values)[last.entry]
-        return because("bisect_end_failed", f"{reason.text}: {name}: {sentence(last.reason)}")
-    return reason
+        return because("bisect_end_failed", f"an entry that is needed gives no result: {name}: {sentence(last.reason)}")
+    return ENDS[step.ended]
 
 
 def refuse_other_image(record: BisectRecord, cells: Sequence[CellRun], entry: int, served: ServedBy) -> None:
@@ -408,11 +408,11 @@ def refuse_other_image(record: BisectRecord, cells: Sequence[CellRun], entry: in
     first, digest = next((known for known in digests if known is not None), None), served.image_digest
     if first is None or digest is None or first.rpartition("@")[2] == digest.rpartition("@")[2]:
         return
-    advice = "Pin it in the list by its digest (NAME@sha256:...), and start the search again; or give the tag to the "
     raise HarnessError(
         f"{entry_text(record.question.values[entry])}: the image is not the one of its first start "
         f"(was {first}, is {digest})",
-        next_step=f"{advice}first image again.",
+        next_step="Pin it in the list by its digest (NAME@sha256:...), and start the search again; or give the tag to "
+        "the first image again.",
     )
 
 
