@@ -411,8 +411,8 @@ def refuse_other_image(record: BisectRecord, cells: Sequence[CellRun], entry: in
     raise HarnessError(
         f"{entry_text(record.question.values[entry])}: the image is not the one of its first start "
         f"(was {first}, is {digest})",
-        next_step="Pin it in the list by its digest (NAME@sha256:...), and start the search again; or give the tag to "
-        "the first image again.",
+        next_step="Pin it in the list by its digest (NAME@sha256:..., a local image by its id), and start the search "
+        "again; or give the tag to the first image again.",
     )
 
 
