@@ -404,8 +404,8 @@ def refuse_other_image(record: BisectRecord, cells: Sequence[CellRun], entry: in
     An image that is pushed between two starts has another digest too, unless Docker keeps images in containerd.
     """
     own = {cell for start in record.starts if start.entry == entry for cell in start.cells}
-    digests = [cell.served_by.image_digest for cell in cells if cell.id in own]
-    first, digest = next((known for known in digests if known is not None), None), served.image_digest
+    digests = [cell.served_by.image_digest for cell in cells if cell.id in own and cell.served_by.image_digest]
+    first, digest = next(iter(digests), None), served.image_digest
     if first is None or digest is None or first.rpartition("@")[2] == digest.rpartition("@")[2]:
         return
     raise HarnessError(
