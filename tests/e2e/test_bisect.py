@@ -85,6 +85,14 @@ def test_a_build_that_fails_is_skipped_with_its_last_lines(tmp_path: Path) -> No
     assert (tmp_path / "built").read_text() == "101", "each is built once"
 
 
+def test_a_start_whose_requests_fail_does_not_count_and_says_why(tmp_path: Path) -> None:
+    done = bisect(tmp_path, "--values=--fault=503@1000,503@3", servers={"one": server()})
+    assert done.code == 3, done.out + done.err
+    assert done.out.count("  does not count: ") == 3 and "3 starts do not count" in done.out, done.out
+    record = record_of(tmp_path)
+    assert record is not None and record.ended is not None and "requests failed" in record.ended.text
+
+
 def write_build(folder: Path, *lines: str) -> None:
     """A build command that notes what it builds in its own folder."""
     script = folder / "build.sh"
