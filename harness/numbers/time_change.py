@@ -26,7 +26,8 @@ def time_changes(side: Sequence[CellSummary], base: Sequence[CellSummary]) -> li
     """Return the parts of the change from the cells of `base` to those of `side`, the largest first.
 
     The server's own times where both sides report them, else the client's: the first token and the tokens after it.
-    "tokens": longer answers, at the speed of `base`. Empty where E2E is not known or did not change.
+    "tokens": longer answers, at the speed of `base`. Empty where E2E is not known or did not change. A mean is over the
+    cells that have the time: of each load more than half of them, on both sides.
     """
     before, after = _mean_e2e(base), _mean_e2e(side)
     if before is None or after is None or before == after:
@@ -48,13 +49,14 @@ def main_part(changes: Sequence[TimeChange]) -> Part | None:
 
 
 def _server_parts(side: Sequence[CellSummary], base: Sequence[CellSummary]) -> dict[Part, float]:
-    """The changes of the server's stages; empty where a stage is not known on both sides."""
+    """The changes of the server's stages; empty where one is not known. The time outside the engine may be missing."""
     changes: dict[Part, float] = {}
     for name in _STAGES:
         after, before = (_mean(cells, partial(_stage_s, name)) for cells in (side, base))
-        if after is None or before is None:
+        if after is not None and before is not None:
+            changes[name] = after - before
+        elif name != "api":
             return {}
-        changes[name] = after - before
     return changes
 
 
@@ -95,7 +97,17 @@ def _mean_e2e(cells: Sequence[CellSummary]) -> float | None:
 
 
 def _mean(cells: Sequence[CellSummary], value_of: Callable[[CellSummary], float | None]) -> float | None:
-    """The mean over cells; None where a cell has no value."""
-    values = [value_of(cell) for cell in cells]
-    numbers = [value for value in values if value is not None]
-    return statistics.fmean(numbers) if numbers and len(numbers) == len(values) else None
+    """The mean over the cells that have a value, each load with the same weight.
+
+    None where no more than half of the cells of a load have one.
+    """
+    by_load: dict[str, list[float | None]] = {}
+    for cell in cells:
+        by_load.setdefault(cell.load, []).append(value_of(cell))
+    means = []
+    for values in by_load.values():
+        numbers = [value for value in values if value is not None]
+        if 2 * len(numbers) <= len(values):
+            return None
+        means.append(statistics.fmean(numbers))
+    return statistics.fmean(means) if means else None

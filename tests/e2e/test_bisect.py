@@ -85,6 +85,57 @@ def test_a_build_that_fails_is_skipped_with_its_last_lines(tmp_path: Path) -> No
     assert (tmp_path / "built").read_text() == "101", "each is built once"
 
 
+def test_a_start_whose_requests_fail_does_not_count_and_says_why(tmp_path: Path) -> None:
+    done = bisect(tmp_path, "--values=--fault=503@1000,503@3", servers={"one": server()})
+    assert done.code == 3, done.out + done.err
+    assert done.out.count("  does not count: ") == 3 and "3 starts do not count" in done.out, done.out
+    record = record_of(tmp_path)
+    assert record is not None and record.ended is not None and "requests failed" in record.ended.text
+
+
+def write_build(folder: Path, *lines: str) -> None:
+    """A build command that notes what it builds in its own folder."""
+    script = folder / "build.sh"
+    script.write_text("\n".join(["#!/bin/sh", *lines, 'printf "$1 " >> built', ""]))
+    script.chmod(0o755)
+
+
+def test_a_build_runs_where_the_search_was_started_and_its_command_is_no_result(tmp_path: Path) -> None:
+    write_build(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    path = write(tmp_path, **(QUICK | {"servers": {"one": server("--step-base-s", "0.02")}}))
+    options = ("--values=max_num_seqs=10,8,1", "--build", "./build.sh {}", "--runs", "runs")
+    with going("bisect", str(path), *options, cwd=tmp_path) as command:
+        until(lambda: started(tmp_path) >= 2)
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.end()
+    script = (tmp_path / "build.sh").rename(tmp_path / "away")
+    run = str(only_run(tmp_path / "runs"))
+    stopped = harness("bisect", "--resume", run, cwd=elsewhere)
+    assert stopped.code == 1 and "./build.sh: No such file" in stopped.err and "--resume" in stopped.err, stopped.err
+    record = record_of(tmp_path)
+    assert record is not None and record.ended is None and not any(start.failed for start in record.starts)
+    script.rename(tmp_path / "build.sh")
+    done = harness("bisect", "--resume", run, cwd=elsewhere)
+    assert done.code == 0 and f"cd -- {tmp_path} && harness bisect" in done.out.replace("\n", " "), done.out + done.err
+    assert (tmp_path / "built").read_text().split() == ["10", "1", "8"] and not list(elsewhere.iterdir())
+
+
+def test_a_build_that_the_budget_cuts_off_is_built_by_the_resumed_search(tmp_path: Path) -> None:
+    write_build(tmp_path, "test -e go || exec sleep 3600")
+    servers = {"one": server("--step-base-s", "0.02")}
+    options = ("--values=max_num_seqs=10,1", "--build", "./build.sh {}")
+    cut = bisect(tmp_path, *options, "--budget", "1s", servers=servers)
+    record = record_of(tmp_path)
+    assert cut.code == 5 and record is not None and record.starts == [], cut.out + cut.err
+    assert record.ended is not None and record.ended.code == "bisect_budget"
+    (tmp_path / "go").touch()
+    done = harness("bisect", "--resume", "last", "--runs", "runs", "--budget", "1h", cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert (tmp_path / "built").read_text().split() == ["10", "1"]
+
+
 def test_an_end_that_does_not_start_exits_with_its_code(tmp_path: Path) -> None:
     done = bisect(tmp_path, "--values=--fail-start=none,other", servers={"one": server()})
     assert done.code == 2 and "The good entry" in done.out, done.out + done.err

@@ -32,6 +32,16 @@ from harness.questions.bisect.entry_list import entry_text, server_names, short_
 from harness.questions.bisect.record import BisectQuestion, BisectRecord, read_bisect
 from harness.records.manifest import Run
 
+NO_RECORDS = because("no_bisect_records", "its records are not in the run directory")
+
+
+class DroppedStart(Struct, frozen=True, kw_only=True):
+    """A start that does not count."""
+
+    number: int  # among all starts, from 1
+    entry: int
+    reason: Reason
+
 
 class EntryLevel(Struct, frozen=True, kw_only=True):
     """What is known of an entry."""
@@ -77,7 +87,9 @@ class BisectReport(Struct, frozen=True, kw_only=True):
     times: list[TimeChange] = []
     differences: list[Difference] = []  # of the servers at both sides of the range
     levels: list[EntryLevel] = []
+    loads: int = 1  # of a start; the speed of a start is their geometric mean
     starts: int = 0
+    dropped: list[DroppedStart] = []  # of them: those that do not count
     spent_s: float = 0.0
     simulated: bool = False
     late: float | None = None  # how far the load generator may have changed a result, as a share; None: not
@@ -102,12 +114,22 @@ def starts_of(record: BisectRecord, cells: Sequence[CellSummary]) -> list[Bisect
     starts = []
     for trial in record.starts:
         own = [by_id[name] for name in trial.cells if name in by_id]
-        speed = None
+        result: float | Reason = trial.failed or NO_RECORDS
         if trial.failed is None and own and len(own) == len(trial.cells):
             result = start_speed(own, record.question.metric)
-            speed = None if isinstance(result, Reason) else result
-        starts.append(BisectStart(entry=trial.entry, value=speed, failed=trial.failed is not None))
+        value, reason = (None, result) if isinstance(result, Reason) else (result, None)
+        starts.append(BisectStart(entry=trial.entry, value=value, failed=trial.failed is not None, reason=reason))
     return starts
+
+
+def dropped_starts(starts: Sequence[BisectStart]) -> list[DroppedStart]:
+    """Return the starts that do not count, though their entries did not fail: something disturbed them."""
+    skipped = skipped_entries(starts)
+    return [
+        DroppedStart(number=number, entry=start.entry, reason=start.reason)
+        for number, start in enumerate(starts, 1)
+        if start.reason is not None and not (start.failed and start.entry in skipped)
+    ]
 
 
 def start_speed(cells: Sequence[CellSummary], metric: str) -> float | Reason:
@@ -153,7 +175,9 @@ def bisected(record: BisectRecord, summary: Summary, run: Run, folder: str = "")
         ends=ends,
         change=change,
         levels=_entry_levels(record, summary, starts, step, levels, ends),
+        loads=len({cell.load for cell in summary.cells}),
         starts=sum(trial.has_server for trial in record.starts),
+        dropped=dropped_starts(starts),
         spent_s=record.spent_s,
         simulated=summary.simulated,
         late=_late(summary.cells, question.metric),
@@ -231,7 +255,7 @@ def _entry_levels(
             if change is not None:
                 facts |= {"ratio": change.ratio, "low": change.low, "high": change.high}
         if entry in skipped:
-            facts |= {"side": "skipped", "failed": _why_skipped(record, summary, entry)}
+            facts |= {"side": "skipped", "failed": _why_skipped(starts, entry)}
         elif step.is_proven and (entry <= step.low or entry >= step.high):
             facts["side"] = "good" if entry <= step.low else "bad"
         starts_s = [cell.ready_s for cell in summary.cells if cell.server == server and cell.ready_s is not None]
@@ -249,18 +273,11 @@ def _in_unit(level: Estimate, metric: str) -> Estimate:
     return Estimate(from_speeds(metric, [level.value])[0], *bounds)
 
 
-def _why_skipped(record: BisectRecord, summary: Summary, entry: int) -> Reason | None:
+def _why_skipped(starts: Sequence[BisectStart], entry: int) -> Reason | None:
     """Why an entry has no result: its failure, else the problem of its last start."""
-    own = [trial for trial in record.starts if trial.entry == entry]
-    if failed := next((trial.failed for trial in own if trial.failed is not None), None):
-        return failed
-    by_id = {cell.id: cell for cell in summary.cells}
-    for trial in reversed(own):
-        cells = [by_id[name] for name in trial.cells if name in by_id]
-        result = start_speed(cells, record.question.metric) if cells else None
-        if isinstance(result, Reason):
-            return result
-    return None
+    own = [start for start in starts if start.entry == entry]
+    failed = next((start.reason for start in own if start.failed), None)
+    return failed or next((start.reason for start in reversed(own) if start.reason is not None), None)
 
 
 def _findings_of(summary: Summary, server: str) -> list[str]:

@@ -66,6 +66,7 @@ def bisect(
     from harness.base.files import is_stream
     from harness.base.units import read_duration
     from harness.questions.bisect import search as searching
+    from harness.questions.check import estimate_s
     from harness.run.running_server import prepare_for
 
     budget_s = None if budget is None else read_duration("--budget", budget)
@@ -85,7 +86,8 @@ def bisect(
         )  # fmt: skip
         started: list[Path] = []
         with _answer_when_interrupted(lambda: started[-1] if started else None, as_json=as_json):
-            folder = searching.bisect(experiment, question, runs, progress, started.append)
+            start_s = estimate_s(experiment.scenario, experiment.folder)
+            folder = searching.bisect(experiment, question, runs, progress, started.append, start_s)
     report = _show(folder, as_json=as_json)
     exit_after_bisect(report)
 

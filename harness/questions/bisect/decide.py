@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
+from harness.base.reason import Reason
 from harness.numbers.comparison import ALPHA, Verdict
 from harness.numbers.start_levels import StartLevels, fit_levels
 from harness.numbers.stats import Effect
@@ -40,6 +41,7 @@ class BisectStart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     entry: int
     value: float | None = None  # its speed; None: it has no result
     failed: bool = False  # the entry did not build, start or answer: it is skipped. Else something disturbed the start
+    reason: Reason | None = None  # why it has no result
 
 
 class BisectStep(NamedTuple):

@@ -25,7 +25,7 @@ class EntryList(Struct, frozen=True, kw_only=True):
     """What is bisected: the good entry first, the bad one last, in between those of the list, in its order."""
 
     variable: str
-    values: list[Any]
+    values: list[Any]  # as they were typed
 
 
 def read_images(path: Path) -> list[str]:
@@ -49,7 +49,7 @@ def read_images(path: Path) -> list[str]:
 
 
 def read_values(text: str) -> tuple[str, list[Any]]:
-    """Read `variable=a,b,c`; each value is what YAML makes of it. Raises HarnessError."""
+    """Read `variable=a,b,c`; each value stays as it is typed, as it is the name of an entry. Raises HarnessError."""
     name, equals, listed = text.partition("=")
     name = name.strip()
     if not equals or not re.fullmatch(r"(?:--)?[A-Za-z][\w.-]*", name):
@@ -63,10 +63,10 @@ def read_values(text: str) -> tuple[str, list[Any]]:
             f"--values: {name} has a value that is empty or cannot be read ('{wrong[0][:80]}')",
             next_step="Separate the values by single commas.",
         )
-    return name, [_scalar(word) for word in words]
+    return name, list[Any](words)
 
 
-def _scalar(word: str) -> str | int | float | bool:
+def scalar(word: str) -> str | int | float | bool:
     """A number, true or false, else the text. "on" and "off" stay texts, as engines have them."""
     if word in ("true", "false"):
         return word == "true"
@@ -102,8 +102,14 @@ def _place(option: str, given: str | None, texts: Sequence[str], default: int) -
     return texts.index(given)
 
 
-def literal_setting(value: Any) -> Any:
-    """An entry as the value of a variable: what a Compose file would replace from the environment stays as it is."""
+def entry_setting(variable: str, value: Any, *, is_text: bool = False) -> Any:
+    """Return the setting of an entry: of a flag, and of a variable that takes text (`is_text`), as it is typed.
+
+    `true` and `false` of a flag are switches. What a Compose file would replace from the environment stays as it is.
+    """
+    if isinstance(value, str) and not is_text:
+        read = scalar(value)
+        value = value if is_flag(variable) and not isinstance(read, bool) else read
     return value.replace("$", "$$") if isinstance(value, str) else value
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from harness.base.command_line import command_line
 from harness.base.metrics import METRICS
 from harness.base.reason import Reason, sentence
-from harness.base.units import NOTHING, count, duration, seconds, short_percent
+from harness.base.units import NOTHING, count, duration, figures, seconds, short_percent, verb
 from harness.numbers.comparison import MARGIN
 from harness.numbers.time_change import Part
-from harness.questions.bisect.bisected import BisectReport, Change, EntryLevel
+from harness.questions.bisect.bisected import BisectReport, Change, DroppedStart, EntryLevel
 from harness.questions.bisect.chart import levels_chart
 from harness.questions.bisect.entry_list import IMAGE
 from harness.questions.bisect.record import DEFAULT_RUNS, PULL, resume_command
@@ -50,7 +50,7 @@ def answer_line(report: BisectReport) -> str:
     if report.ended == "end_failed":
         return _failed_line(report)
     if report.ends is None:
-        return "No answer yet: too few starts of the good and the bad entry"
+        return "; ".join(["No answer yet: too few starts of the good and the bad entry", *_dropped_texts(report)])
     seen = format_range(report.ends.low, report.ends.high)
     if report.word == "same":
         return f"No change of {short_percent(MARGIN)} or more: {seen}"
@@ -59,10 +59,16 @@ def answer_line(report: BisectReport) -> str:
 
 def _failed_line(report: BisectReport) -> str:
     """Which end of the list gives no result; why is a fact below."""
-    for level, role in ((report.levels[0], "good"), (report.levels[-1], "bad")):
-        if level.failed is not None:
-            return f"The {role} entry {_full_name(level, report)} {_failure_text(level.failed)}"
-    return "No answer: an entry that is needed gives no result"
+    level = _failed_end(report)
+    if level is not None and level.failed is not None:
+        role = "bad" if level.entry else "good"
+        return f"The {role} entry {_full_name(level, report)} {_failure_text(level.failed)}"
+    return "; ".join(["No answer: an entry that is needed gives no result", *_dropped_texts(report)])
+
+
+def _failed_end(report: BisectReport) -> EntryLevel | None:
+    """The end of the list that gives no result; None: both do."""
+    return next((level for level in (report.levels[0], report.levels[-1]) if level.failed is not None), None)
 
 
 def _full_name(level: EntryLevel, report: BisectReport) -> str:
@@ -97,7 +103,21 @@ def _change_line(report: BisectReport, change: Change) -> str:
 
 def _size(change: Change) -> str:
     """A change with its interval: "38 % slower (35 to 41 %)"."""
-    return f"{format_change(change.ratio, change.low, change.high)} ({interval_sizes(change.low, change.high)})"
+    return f"{format_change(change.ratio, change.low, change.high)} ({_sizes(change.low, change.high)})"
+
+
+def _sizes(low: float, high: float) -> str:
+    """The sizes of an interval on one side of 1: "35 to 41 %"; with a further digit where its bounds look equal."""
+    near, far = (1 / high, 1 / low) if high < 1 else (low, high)
+    shares = [100 * (bound - 1) for bound in (near, far)]
+    if far >= 2 or near <= 1 or figures(shares[0], 2) != figures(shares[1], 2):
+        return interval_sizes(low, high)
+    return f"{_finer(shares[0])} to {_finer(shares[1])} %"
+
+
+def _finer(value: float) -> str:
+    """A percentage with one more digit than usual: "30.7"."""
+    return figures(value, 3) if value < 100 else f"{value:.1f}"
 
 
 def _listed(names: list[str]) -> str:
@@ -121,13 +141,15 @@ def bisect_elements(report: BisectReport) -> list[Element]:
 def facts(report: BisectReport) -> list[str]:
     """What the answer rests on, one fact each."""
     question = report.question
+    loads = "" if report.loads < 2 else f", the geometric mean of {report.loads} loads"
     text = f"{count(len(question.values), 'entry', 'entries')} of {question.variable}, compared by "
-    text += f"{METRICS[question.metric].title}: {count(report.starts, 'start')} in {duration(report.spent_s)}"
+    text += f"{METRICS[question.metric].title}{loads}: {count(report.starts, 'start')} in {duration(report.spent_s)}"
     texts = [text]
     if report.ends is not None and report.word in ("slower", "faster"):
         texts.append(f"{report.levels[-1].short} is {_size(report.ends)} than {report.levels[0].short}: proven")
     texts += _part_facts(report)
     texts += [_skipped_text(level, report) for level in report.levels if level.failed]
+    texts += [] if _has_dropped_headline(report) else _dropped_texts(report)
     if report.times:
         shown = ", ".join(
             f"{CAUSES[time.part]} {time.seconds * 1000:+,.0f} ms" for time in report.times if abs(time.share) >= MARGIN
@@ -139,6 +161,9 @@ def facts(report: BisectReport) -> list[str]:
             texts.append(f"time until the server answers: {seconds(low.start_s)} before, {seconds(high.start_s)} after")
     if report.late is not None:
         texts.append(f"the load generator was late: a result may be off by up to {short_percent(report.late)}")
+    if report.spent_s > question.budget_s and duration(report.spent_s) != duration(question.budget_s):
+        text = f"it took {duration(report.spent_s)}, and --budget was {duration(question.budget_s)}"
+        texts.append(f"{text}: a start that begins in it runs to its end")
     if report.stopped is not None and not (report.ended == "end_failed" and report.change is None):
         texts.append(f"the search ended: {sentence(report.stopped)}")
     elif report.stopped is None and report.ended is None:
@@ -146,10 +171,35 @@ def facts(report: BisectReport) -> list[str]:
     return texts
 
 
+def _dropped_texts(report: BisectReport) -> list[str]:
+    """How many starts do not count, and why: the reasons with the entries that they are of."""
+    dropped = [start for start in report.dropped if report.levels[start.entry].failed is None]  # else: `_skipped_text`
+    if not dropped:
+        return []
+    by_reason: dict[str, list[DroppedStart]] = {}
+    for start in dropped:
+        by_reason.setdefault(start.reason.code, []).append(start)
+    whys = []
+    for starts in by_reason.values():
+        names = list(dict.fromkeys(report.levels[start.entry].short for start in starts))
+        whys.append(f"{_listed(names)}: {sentence(starts[-1].reason)}")
+    number, total = len(dropped), report.starts
+    return [f"{number} of {count(total, 'start')} {verb(number, 'does', 'do')} not count: {'; '.join(whys)}"]
+
+
+def _has_dropped_headline(report: BisectReport) -> bool:
+    """Whether the answer itself has the starts that do not count."""
+    if report.change is not None:
+        return False
+    return _failed_end(report) is None if report.ended == "end_failed" else report.ends is None
+
+
 def _skipped_text(level: EntryLevel, report: BisectReport) -> str:
     """Why an entry has no result. The first line has it that an end has none."""
     is_end = level.entry in (0, len(report.levels) - 1)
     text = "" if level.failed is None else sentence(level.failed)
+    if dropped := sum(start.entry == level.entry for start in report.dropped):
+        text = f"{count(dropped, 'start')} {verb(dropped, 'does', 'do')} not count: {text}"
     return f"{_full_name(level, report)}: {text}" if is_end else f"skipped: {level.short}: {text}"
 
 
@@ -176,7 +226,7 @@ def _commands(report: BisectReport) -> dict[str, str]:
         commands[named] = question.command(change.low_entry, change.high_entry, runs)
     if report.change is not None and report.ended == "pair":
         change = report.change
-        commands["measure these two again"] = question.command(change.low_entry, change.high_entry, runs)
+        commands["measure these two again"] = question.pair_command(change.low_entry, change.high_entry, runs)
     if (report.stopped is None and report.ended is None) or (report.stopped and report.stopped.code == "bisect_budget"):
         more_s = report.stopped.values["more_s"] if report.stopped else 0.0
         minutes = None
@@ -190,19 +240,26 @@ def _commands(report: BisectReport) -> dict[str, str]:
 
 def entry_grid(report: BisectReport) -> Grid:
     """The level of each entry."""
-    metric = METRICS[report.question.metric]
-    head = ("Entry", "Starts", metric.title[0].upper() + metric.title[1:], f"Against {report.levels[0].short}", "Side")
+    title, metric = METRICS[report.question.metric].title, report.question.metric
+    # The mean of several loads has no unit, so that there is no column of it.
+    has_values = report.loads < 2
+    head = ["Entry", "Starts", *([title[0].upper() + title[1:]] if has_values else [])]
+    head += [f"Against {report.levels[0].short}", "Side"]
     rows = [
         [
             level.name,
             str(level.starts) if level.starts else NOTHING,
-            NOTHING if level.value is None else words.format_metric(level.value.value, report.question.metric),
+            *(
+                [NOTHING if level.value is None else words.format_metric(level.value.value, metric)]
+                if has_values
+                else []
+            ),
             change_text(level),
             side_text(level, report),
         ]
         for level in report.levels
     ]
-    columns = [TableColumn(title.lower(), title, group="name") for title in head]
+    columns = [TableColumn(name.lower(), name, group="name") for name in head]
     return Grid(id="bisect-entries", columns=columns, rows=rows)
 
 
@@ -212,7 +269,9 @@ def change_text(level: EntryLevel) -> str:
         return NOTHING
     if level.entry == 0:
         return "1 (reference)"
-    return format_range(level.low, level.high)
+    if level.low < 1 <= level.high:
+        return format_range(level.low, level.high)
+    return f"{_sizes(level.low, level.high)} {'slower' if level.high < 1 else 'faster'}"
 
 
 def side_text(level: EntryLevel, report: BisectReport) -> str:

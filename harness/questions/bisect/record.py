@@ -3,6 +3,7 @@
 The results of the starts are not in it: they are read from the records of the run.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class BisectQuestion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     values: list[Any]  # the entries, the good one first, the bad one last
     images: str | None = None  # the file that they were read from, as it was given; None: values, or from a pipe
     build: str | None = None  # the command that makes an entry
+    folder: str | None = None  # where the search was started: its relative paths and its builds are of this folder
     metric: str  # by which starts are compared
     is_metric_given: bool = False
     model: str | None = None  # as it was given
@@ -39,13 +41,27 @@ class BisectQuestion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def command(self, low: int, high: int, runs: Path = DEFAULT_RUNS) -> str:
         """The command that bisects the entries from one place of the list to another one. `runs`: for its run."""
         part = list(map(entry_text, self.values[low : high + 1]))
-        given: dict[str, object] = {"--values": f"{self.variable}={','.join(part)}"}
-        if self.images is not None:
-            given = {"--images": self.images, "--good": part[0], "--bad": part[-1]}
+        if self.images is None:
+            return self._command({"--values": f"{self.variable}={','.join(part)}"}, runs)
+        return self._command({"--images": self.images, "--good": part[0], "--bad": part[-1]}, runs)
+
+    def pair_command(self, low: int, high: int, runs: Path = DEFAULT_RUNS) -> str:
+        """The command that compares two entries of the list, without those between them. `runs`: for its run."""
+        if high - low == 1:
+            return self.command(low, high, runs)
+        pair = ",".join(entry_text(self.values[entry]) for entry in (low, high))
+        return self._command({"--values": f"{self.variable}={pair}"}, runs)
+
+    def _command(self, given: dict[str, object], runs: Path) -> str:
+        """The command with this list. Elsewhere than where the search was started, it goes there first."""
+        is_here = self.folder is None or self.folder == os.getcwd()
+        if not is_here:
+            runs = runs.absolute()
         given |= {"--build": self.build, "--server": self.server, "--load": self.load, "--model": self.model}
         given |= {"--for": self.metric if self.is_metric_given else None}
         given |= {"--runs": None if runs == DEFAULT_RUNS else runs}
-        return command_line("harness", "bisect", self.scenario, *option_words(given))
+        command = command_line("harness", "bisect", self.scenario, *option_words(given))
+        return command if is_here else f"{command_line('cd', '--', self.folder)} && {command}"
 
 
 class BisectTrial(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,9 +1,10 @@
 """`harness bisect`: build and start entries as `decide.py` says, store each start, and go on after any end."""
 
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,23 @@ from harness.base.files import DOCS
 from harness.base.metrics import METRICS
 from harness.base.reason import Reason, because, sentence
 from harness.base.units import count, duration
+from harness.engines import find_template
 from harness.machine.gpus import read_gpu_memory
 from harness.numbers.summarize import summarize
 from harness.numbers.verdicts import is_paced, work_metric
 from harness.questions.bisect.bisect_words import why_text
 from harness.questions.bisect.bisected import metric_text, starts_of
-from harness.questions.bisect.decide import BisectStep, End, max_starts, next_step, starts_left
-from harness.questions.bisect.entry_build import build, build_words
-from harness.questions.bisect.entry_list import EntryList, entry_text, is_flag, literal_setting, server_names
+from harness.questions.bisect.decide import LOOKS, BisectStart, BisectStep, End, max_starts, next_step, starts_left
+from harness.questions.bisect.entry_build import BuildCut, build, build_words
+from harness.questions.bisect.entry_list import (
+    EntryList,
+    entry_setting,
+    entry_text,
+    is_flag,
+    scalar,
+    server_names,
+    short_names,
+)
 from harness.questions.bisect.record import (
     PULL,
     BisectQuestion,
@@ -31,7 +41,7 @@ from harness.questions.bisect.record import (
     read_bisect,
     write_bisect,
 )
-from harness.records.manifest import CellRun
+from harness.records.manifest import CellRun, ServedBy
 from harness.run.experiment import Experiment, load_name, server_name
 from harness.run.machine_fit import check_all_gpus, resolve_auto
 from harness.run.orchestrator import run_steps, start_run
@@ -39,12 +49,12 @@ from harness.run.progress import Progress
 from harness.run.resume import reopened, with_resume_advice
 from harness.run.running import Running, death_of_setting, failed_cell, start_failure
 from harness.run.server_start import measure_start
-from harness.scenario import Load, Scenario, Sweep, SweepRow, is_open_loop
+from harness.scenario import Load, Scenario, Server, Sweep, SweepRow, is_open_loop
 from harness.scenario.plan import Cell, cell_of
 from harness.scenario.sweep import server_with
 from harness.serve.facts import find_ignored_settings
 from harness.serve.lint import find_server_problems
-from harness.serve.template import prepare_server
+from harness.serve.template import prepare_server, read_variables
 
 SLACK = 0.25  # of a start, by which it may end after the budget
 ANEW = "harness bisect SCENARIO"
@@ -97,6 +107,7 @@ def define_bisect(
         metric=metric or default_metric(list(loads.values())),
         is_metric_given=metric is not None,
         budget_s=budget_s,
+        folder=os.getcwd(),
         **words,
     )
     return replace(experiment, scenario=scenario), question
@@ -124,7 +135,9 @@ def with_entries(experiment: Experiment, question: BisectQuestion) -> Experiment
     """Return the experiment with a server for each entry. Raises HarnessError for a value that it cannot have."""
     scenario = experiment.scenario
     base = scenario.servers[question.server]
-    settings = [{question.variable: literal_setting(value)} for value in question.values]
+    is_text = _is_text(base, question.variable)
+    key = question.variable
+    settings = [{key: entry_setting(key, value, is_text=is_text)} for value in question.values]
     names, texts = server_names(question.values), list(map(entry_text, question.values))
     rows = {name: SweepRow(of=question.server, settings=own) for name, own in zip(names, settings, strict=True)}
     servers = {name: server_with(base, own) for name, own in zip(names, settings, strict=True)}
@@ -148,6 +161,14 @@ def with_entries(experiment: Experiment, question: BisectQuestion) -> Experiment
     return replace(experiment, scenario=scenario, computed=computed)
 
 
+def _is_text(server: Server, variable: str) -> bool:
+    """Whether a variable of a server's template takes text."""
+    if is_flag(variable) or find_template(server.template) is None:
+        return False
+    declared = read_variables(server.template).get(variable)
+    return declared is not None and declared.type.rstrip("?") == "string"
+
+
 def _refuse_equal_servers(scenario: Scenario, question: BisectQuestion) -> None:
     """Raise HarnessError for two entries that start the same server: a search would find that nothing changed."""
     prepared = [prepare_server(scenario, name) for name in server_names(question.values)]
@@ -167,14 +188,22 @@ def bisect(
     runs: Path,
     progress: Progress,
     on_start: Callable[[Path], None] = lambda _: None,
+    start_s: float | None = None,
 ) -> Path:
-    """Search; return the run directory. `on_start` gets it first. Raises as `harness.run.orchestrator.run` does."""
+    """Search; return the run directory. `on_start` gets it first. Raises as `harness.run.orchestrator.run` does.
+
+    `start_s`: what a start is estimated to take.
+    """
     check_all_gpus(experiment)
     experiment = with_entries(resolve_auto(experiment, progress.line), question)
-    progress.line(
-        f"{count(len(question.values), 'entry', 'entries')}, compared by {metric_text(question.metric)}; at most "
-        f"{duration(question.budget_s)} (--budget)."
+    entries = count(len(question.values), "entry", "entries")
+    text = (
+        f"{entries}, compared by {metric_text(question.metric)}; no start begins after {duration(question.budget_s)} "
     )
+    progress.line(text + "(--budget), and one that runs is not cut off")
+    if start_s is not None:
+        text = f"a start takes about {duration(start_s)} by the assumptions of `harness check`, without a build; "
+        progress.line(f"{text}at least {2 * LOOKS[0]} are needed")
     began_s, folder = time.monotonic(), None
 
     def steps(running: Running, _: list[Cell]) -> Iterator[CellRun]:
@@ -232,14 +261,22 @@ class BisectSearch:
         self.running, self.record, self.began_s = running, record, began_s
         self.names = server_names(record.question.values)
         self._idle_memory = read_gpu_memory()
+        self._seen = len(record.starts)  # starts whose results are printed
 
     def cells(self) -> Iterator[CellRun]:
         """Build and start entries until the search ends, and yield the results of their cells."""
         write_bisect(self.running.folder, self.record)
         while isinstance(step := self._next(), BisectStep):
-            yield from self._start(step)
-        self._write(ended=step)
-        self.running.progress.line(f"The search ends: {sentence(step)}.")
+            began_s = time.monotonic()
+            try:
+                yield from self._start(step)
+            except BuildCut:
+                ended = self._budget_spent(step, self._starts(), time.monotonic() - began_s)
+                break
+        else:
+            ended = step
+        self._write(ended=ended)
+        self.running.progress.line(f"The search ends: {sentence(ended)}.")
 
     @property
     def question(self) -> BisectQuestion:
@@ -253,23 +290,42 @@ class BisectSearch:
         self.record = replace(self.record, spent_s=time.monotonic() - self.began_s, **changes)
         write_bisect(self.running.folder, self.record)
 
+    def _starts(self) -> list[BisectStart]:
+        """The starts until now with their results, by the records. Prints why the newest one does not count."""
+        if not self.record.starts:
+            return []
+        starts = starts_of(self.record, summarize(self.running.folder).cells)
+        last, is_new = starts[-1], len(starts) > self._seen
+        if is_new and last.reason is not None and not last.failed:
+            self.running.progress.line(f"  does not count: {sentence(last.reason)}")
+        self._seen = len(starts)
+        return starts
+
     def _next(self) -> BisectStep | Reason:
         """The next step; a reason: why the search ends."""
-        starts = []
-        if self.record.starts:
-            starts = starts_of(self.record, summarize(self.running.folder).cells)
+        starts = self._starts()
         step = next_step(len(self.names), starts, self.question.metric)
         if step.ended is not None:
-            return ENDS[step.ended]
-        took = [start.took_s for start in self.record.starts if start.failed is None] or [0.0]
-        needed_s = statistics.median(took)
-        if self.remaining_s <= 0 or needed_s * (1 - SLACK) > self.remaining_s:
-            left = min(starts_left(step, starts), max(1, max_starts(len(self.names)) - len(starts)))
-            more_s = math.ceil(left * max(needed_s, 1.0))
-            text = f"the budget of {duration(self.question.budget_s)} is spent; about {count(left, 'more start')}, "
-            text += f"{duration(more_s)}, would end it"
-            return because("bisect_budget", text, starts=len(starts), more_starts=left, more_s=more_s)
+            return end_reason(step, starts, self.question)
+        if self.remaining_s <= 0 or self._usual_s * (1 - SLACK) > self.remaining_s:
+            return self._budget_spent(step, starts)
         return step
+
+    @property
+    def _usual_s(self) -> float:
+        """What a start takes; 0: not known."""
+        return statistics.median([start.took_s for start in self.record.starts if start.failed is None] or [0.0])
+
+    def _budget_spent(self, step: BisectStep, starts: Sequence[BisectStart], cut_s: float = 0.0) -> Reason:
+        """Why the search ends at this step. `cut_s`: after which the build of its entry was cut off."""
+        left = min(starts_left(step, starts), max(1, max_starts(len(self.names)) - len(starts)))
+        more_s = math.ceil(left * max(self._usual_s, 1.0) + 2 * cut_s)
+        text = f"the budget of {duration(self.question.budget_s)} is spent"
+        if cut_s and step.next_entry is not None:
+            name = short_names(self.question.values)[step.next_entry]
+            text += f", and the build of {name} was cut off after {duration(cut_s)}"
+        text += f"; about {count(left, 'more start')}, {duration(more_s)}, would end it"
+        return because("bisect_budget", text, starts=len(starts), more_starts=left, more_s=more_s)
 
     def _start(self, step: BisectStep) -> Iterator[CellRun]:
         """Build the entry if it was not yet, start its server, and measure its loads."""
@@ -283,18 +339,15 @@ class BisectSearch:
         progress.head, began_s = f"start {number}", time.monotonic()
         cells = [cell_of(name, load, repeat) for load in scenario.loads]
         trial = BisectTrial(entry=entry, cells=[cell.id for cell in cells])
-        failed, build_s = self._build(entry) if repeat == 1 else (None, None)
+        failed, build_s = self._build(entry) if repeat == 1 else (None, None)  # one that is cut off is no start
         if failed is not None:
             # No cell: the server was not started.
             self._record(replace(trial, cells=[], failed=failed, build_s=build_s, has_server=False), began_s)
             return
-        asked = (
-            {}
-            if isinstance(self.question.values[entry], str)
-            else {self.question.variable: self.question.values[entry]}
-        )
+        asked = self._asked(entry)
         try:
             for cell_run in measure_start(self.running, cells, self._idle_memory):
+                refuse_other_image(self.record, self.running.file.manifest.cells, entry, cell_run.served_by)
                 why = death_of_setting(cell_run) or next(iter(find_ignored_settings(cell_run.served_by, asked)), None)
                 failed = failed or why
                 yield cell_run if why is None else replace(cell_run, failed=why)
@@ -314,7 +367,15 @@ class BisectSearch:
         self.running.progress.stage("building it")
         words, value = build_words(self.question.build, self.question.values), self.question.values[entry]
         log, began_s = self.running.folder / "logs" / f"{self.names[entry]}.build.log", time.monotonic()
-        return build(words, value, log, max(1.0, self.remaining_s)), time.monotonic() - began_s
+        failed = build(words, value, log, max(1.0, self.remaining_s), self.question.folder)
+        return failed, time.monotonic() - began_s
+
+    def _asked(self, entry: int) -> dict[str, Any]:
+        """The setting of an entry, where it is a number or a switch that a server reports."""
+        key, value = self.question.variable, self.question.values[entry]
+        if isinstance(value, str):
+            value = scalar(value) if is_flag(key) else self.running.scenario.servers[self.names[entry]].variables[key]
+        return {} if isinstance(value, str) else {key: value}
 
     def _record(self, trial: BisectTrial, began_s: float) -> None:
         """Keep a start, and print its result."""
@@ -322,6 +383,37 @@ class BisectSearch:
         self._write(starts=[*self.record.starts, trial])
         if trial.failed is not None:
             self.running.progress.line(f"  skipped: {sentence(trial.failed)}")
+
+
+def end_reason(step: BisectStep, starts: Sequence[BisectStart], question: BisectQuestion) -> Reason:
+    """Return why a search ends at its last step."""
+    assert step.ended is not None
+    last = next((start for start in reversed(starts) if start.reason is not None), None)
+    if step.ended == "pair" and step.high - step.low > 1:
+        text = "the difference of two entries is proven, and those between them cannot be measured"
+        return because("bisect_pair", text)
+    if step.ended == "end_failed" and last is not None and last.reason is not None:
+        name = short_names(question.values)[last.entry]
+        return because("bisect_end_failed", f"an entry that is needed gives no result: {name}: {sentence(last.reason)}")
+    return ENDS[step.ended]
+
+
+def refuse_other_image(record: BisectRecord, cells: Sequence[CellRun], entry: int, served: ServedBy) -> None:
+    """Raise HarnessError for an image that is not the one of the entry's first start: its tag was moved.
+
+    An image that is pushed between two starts has another digest too, unless Docker keeps images in containerd.
+    """
+    own = {cell for start in record.starts if start.entry == entry for cell in start.cells}
+    digests = [cell.served_by.image_digest for cell in cells if cell.id in own and cell.served_by.image_digest]
+    first, digest = next(iter(digests), None), served.image_digest
+    if first is None or digest is None or first.rpartition("@")[2] == digest.rpartition("@")[2]:
+        return
+    raise HarnessError(
+        f"{entry_text(record.question.values[entry])}: the image is not the one of its first start "
+        f"(was {first}, is {digest})",
+        next_step="Pin it in the list by its digest (NAME@sha256:..., a local image by its id), and start the search "
+        "again; or give the tag to the first image again.",
+    )
 
 
 def image_failure(error: ImageError) -> Reason:

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from harness.base.errors import HarnessError
 from harness.base.files import is_stream
 from harness.base.reason import because
-from harness.questions.bisect.entry_build import LAST_LINES, build, build_words
+from harness.questions.bisect.entry_build import LAST_LINES, BuildCut, build, build_words
 from harness.questions.bisect.entry_list import (
     MAX_BYTES,
     MAX_SHORT,
+    entry_setting,
     order_entries,
     read_images,
     read_values,
@@ -30,7 +31,8 @@ from harness.questions.bisect.record import (
     read_bisect,
     write_bisect,
 )
-from harness.questions.bisect.search import default_metric, refuse_metric, with_entries
+from harness.questions.bisect.search import default_metric, refuse_metric, refuse_other_image, with_entries
+from harness.records.manifest import ServedBy
 from harness.run.experiment import Experiment
 from harness.scenario import Arrivals, Load, Scenario, Server
 from harness.serve.compose_file import fill_variables
@@ -97,13 +99,33 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_images(tmp_path / "none.txt")
 
 
-def test_values_have_the_types_of_variables() -> None:
-    assert read_values("ctx_size=8192, 16384") == ("ctx_size", [8192, 16384])
-    assert read_values("x=on,off,true,0.5,1e-3,-2,1e400,q8_0") == (
-        "x", ["on", "off", True, 0.5, 0.001, -2, "1e400", "q8_0"]
-    )  # fmt: skip
-    assert read_values("--threads=4,2") == ("--threads", [4, 2])
+def test_values_are_names_as_they_are_typed() -> None:
+    assert read_values("ctx_size=8192, 16384") == ("ctx_size", ["8192", "16384"])
+    assert read_values("--x=1e-4,1.10,true") == ("--x", ["1e-4", "1.10", "true"])
     assert read_values("env=a=b,c") == ("env", ["a=b", "c"])
+    assert order_entries("x", ["1e-4", "1.10", "2"], "1.10", None).values == ["1.10", "2"]
+
+
+def test_settings_have_the_types_of_variables() -> None:
+    def settings(variable: str, *values: str, is_text: bool = False) -> list[Any]:
+        return [entry_setting(variable, value, is_text=is_text) for value in values]
+
+    words = ["on", "off", "true", "0.5", "1e-3", "-2", "1e400", "q8_0"]
+    assert settings("x", *words) == ["on", "off", True, 0.5, 0.001, -2, "1e400", "q8_0"]
+    assert settings("x", "1.10", "12345e67", "true", is_text=True) == ["1.10", "12345e67", "true"]
+    assert settings("--x", "1.10", "1e-4", "true", "false", "$a") == ["1.10", "1e-4", True, False, "$$a"]
+
+
+def test_what_is_typed_reaches_the_server() -> None:
+    scenario = with_entries(experiment_of(container=False), question_of("--tag", ["1.10", "12345e67"])).scenario
+    commands = [
+        fill_variables(prepare_server(scenario, name).file, {}).server.command or [] for name in scenario.servers
+    ]
+    assert [command[-1] for command in commands] == ["1.10", "12345e67"]
+    images = with_entries(experiment_of(), question_of("image", ["123", "1.10"])).scenario.servers.values()
+    assert [server.variables["image"] for server in images] == ["123", "1.10"]
+    numbers = with_entries(experiment_of(), question_of("gpu_memory_utilization", ["0.50", "6e-1"])).scenario.servers
+    assert [server.variables["gpu_memory_utilization"] for server in numbers.values()] == [0.5, 0.6]
 
 
 @pytest.mark.parametrize("given", ["ctx_size", "=1,2", "a b=1,2", "x=1,,2", "x=", "x=1,\x07"])
@@ -164,10 +186,21 @@ def test_a_build_that_fails_has_its_code_and_last_lines(tmp_path: Path) -> None:
     failed = build([sys.executable, "-c", script, "{}"], "a", tmp_path / "log", 60)
     assert failed is not None and failed.code == "build_failed" and failed.values["code"] == 7
     assert failed.values["output"][-1] == "hipcc: error" and len(failed.values["output"]) == LAST_LINES
-    missing = build(["no-such-program", "{}"], "a", tmp_path / "log", 60)
-    assert missing is not None and missing.values["code"] is None
-    late = build([sys.executable, "-c", "import time; time.sleep(3600)", "{}"], "a", tmp_path / "log", 0.0)
-    assert late is not None and late.code == "build_failed"
+    own = build([f"{tmp_path}/make-{{}}"], "a", tmp_path / "log", 60)
+    assert own is not None and own.values["code"] is None, "each entry has its own program"
+    with pytest.raises(BuildCut):
+        build([sys.executable, "-c", "import time; time.sleep(3600)", "{}"], "a", tmp_path / "log", 0.0)
+
+
+def test_a_build_command_that_cannot_be_run_is_no_result_of_its_entry(tmp_path: Path) -> None:
+    (tmp_path / "build.sh").write_text("#!/bin/sh\necho $1 > built\n")
+    for program, folder in (("no-such-program", None), ("./build.sh", tmp_path), ("true", tmp_path / "none")):
+        with pytest.raises(HarnessError, match="--build") as error:
+            build([program, "{}"], "a", tmp_path / "log", 60, None if folder is None else str(folder))
+        assert str(folder or Path.cwd()) in error.value.next_step
+    (tmp_path / "build.sh").chmod(0o755)
+    assert build(["./build.sh", "{}"], "a", tmp_path / "log", 60, str(tmp_path)) is None
+    assert (tmp_path / "built").read_text() == "a\n"
 
 
 @pytest.mark.parametrize("command", ["make", "make '{}", "make {}"])
@@ -233,6 +266,25 @@ def test_the_metric_is_that_of_the_loads() -> None:
             refuse_metric(name)
 
 
+def test_an_image_that_was_replaced_stops_the_search(wording: Wording) -> None:
+    record, _, run = made_bisection([(0, 1.0), (0, 1.0), (4, 1.0)])
+    first, other = f"x/y@sha256:{'1' * 64}", f"x/y@sha256:{'2' * 64}"
+
+    def served(digest: str | None) -> ServedBy:
+        return replace(run.cells[0].served_by, image_digest=digest)
+
+    cells = [
+        replace(cell, served_by=served(digest)) for cell, digest in zip(run.cells, (None, first, None), strict=True)
+    ]
+    for same in (first, None, first.replace("x/y", "mirror/y"), f"sha256:{'1' * 64}"):
+        refuse_other_image(record, cells, 0, served(same))
+    refuse_other_image(record, cells, 4, served(other))  # its first digest
+    with pytest.raises(HarnessError) as error:
+        refuse_other_image(record, cells, 0, served(other))
+    assert first in error.value.what and other in error.value.what
+    wording(error.value)
+
+
 def test_the_file_is_read_as_it_was_written_and_damage_is_named(tmp_path: Path) -> None:
     record, *_ = made_bisection([(0, 1.0), (4, 1.4), (2, because("build_failed", "no"))])
     write_bisect(tmp_path, record)
@@ -264,5 +316,11 @@ def test_a_command_bisects_another_part_of_the_list() -> None:
     command = ASKED.command(1, 3)
     assert command.startswith("harness bisect s.yaml --images images.txt") and IMAGES[3] in command
     assert "--runs" not in command and "--runs 'my runs'" in ASKED.command(1, 3, Path("my runs"))
+    assert f"--values image={IMAGES[1]},{IMAGES[3]} " in ASKED.pair_command(1, 3)
+    assert ASKED.pair_command(1, 2) == ASKED.command(1, 2)
+    here, there = (replace(ASKED, folder=folder, build="./b.sh {}") for folder in (os.getcwd(), "/some where"))
+    assert here.command(1, 3).startswith("harness bisect s.yaml")
+    assert there.command(1, 3).startswith("cd -- '/some where' && harness bisect s.yaml")
+    assert f"--runs {Path('runs').absolute()}" in there.command(1, 3)
     words = shlex.split(replace(ASKED, images=None).command(1, 3))
     assert f"image={IMAGES[1]},{IMAGES[2]},{IMAGES[3]}" in words and "--good" not in words

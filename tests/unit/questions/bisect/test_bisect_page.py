@@ -8,12 +8,13 @@ from msgspec.structs import replace
 from typer import Exit
 
 from harness.base.errors import ImageError
-from harness.base.reason import Reason, because
+from harness.base.reason import Reason, because, sentence
 from harness.questions.bisect.bisected import BisectReport, bisected, start_speed, starts_of
 from harness.questions.bisect.chart import levels_chart
 from harness.questions.bisect.command import exit_after_bisect
+from harness.questions.bisect.decide import BisectStart, BisectStep, End
 from harness.questions.bisect.page import answer_line, bisect_page, bisect_question, entry_grid
-from harness.questions.bisect.search import UNKNOWN_FLAG, image_failure, in_words_of
+from harness.questions.bisect.search import UNKNOWN_FLAG, end_reason, image_failure, in_words_of
 from harness.report import html, markdown
 from harness.report.elements import Chart
 from harness.report.verdict_text import format_range
@@ -185,6 +186,67 @@ def test_a_start_with_a_problem_has_no_result() -> None:
     record, summary, _ = made_bisection([(0, 1.0), (4, 1.4)])
     lost = replace(summary, cells=summary.cells[:1])
     assert [start.value for start in starts_of(record, lost.cells)] == [1.0, None], "its records are gone"
+
+
+def test_starts_that_do_not_count_have_their_reason(wording: Wording) -> None:
+    broken = because("failed_requests", "3 of 10 requests failed")
+
+    def disturbed(walls: Sequence[tuple[int, float | Reason]], *places: int) -> BisectReport:
+        record, summary, run = made_bisection(walls)
+        names = {cell for place in places for cell in record.starts[place].cells}
+        cells = [replace(cell, problems=[broken]) if cell.id in names else cell for cell in summary.cells]
+        return bisected(record, replace(summary, cells=cells), run)
+
+    begun = disturbed(walls([0, 4, 4], [1.0] * 5), 1)
+    assert [(start.number, start.entry, start.reason) for start in begun.dropped] == [(2, 4, broken)]
+    wording(answer_line(begun))
+    assert page_of(begun).count("do not count") + page_of(begun).count("does not count") == 1
+    found = disturbed(walls([*ENDS, 2, 2, 3, 2, 3], [1.0, 1.0, 1.0, 1.38, 1.38]), 6)
+    assert found.ended == "pair" and len(found.dropped) == 1 and found.change is not None
+    wording(page_of(found))
+    skipped = disturbed(walls([*ENDS, 2, 2, 2, 1, 3, 1, 3], [1.0, 1.0, 1.0, 1.38, 1.38]), 6, 7, 8)
+    assert skipped.levels[2].failed == broken and "3 starts do not count: 3 of 10" in page_of(skipped)
+    stuck = disturbed(walls([0, 4, 4, 4, 4], [1.0] * 5), 2, 3, 4)
+    assert (stuck.ended, code_of(stuck)) == ("end_failed", 3)
+    wording(page_of(stuck))
+
+
+def test_the_end_of_a_search_has_its_reason(wording: Wording) -> None:
+    broken = because("failed_requests", "3 of 10 requests failed")
+    lost = [BisectStart(entry=2, value=1.0), BisectStart(entry=2, reason=broken)]
+    steps: list[tuple[int, End]] = [(2, "pair"), (3, "pair"), (4, "end_failed")]
+    ends = [end_reason(BisectStep(None, 1, high, None, None, ended), lost, ASKED) for high, ended in steps]
+    assert [end.code for end in ends] == ["bisect_pair", "bisect_pair", "bisect_end_failed"]
+    wording("\n".join(map(sentence, ends)))
+
+
+def test_what_took_longer_than_the_budget_is_printed() -> None:
+    report = report_of(FOUND)
+    late = replace(report, spent_s=report.question.budget_s + 90)
+    assert "--budget was 1 h 0 min" in page_of(late) and "--budget was" not in page_of(report)
+
+
+def test_bounds_that_look_equal_have_one_more_digit() -> None:
+    change = report_of(FOUND).change
+    assert change is not None
+    narrow = replace(report_of(FOUND), change=replace(change, ratio=1 / 1.31, low=1 / 1.3123, high=1 / 1.3071))
+    assert "31 % slower (30.7 to 31.2 %)" in answer_line(narrow)
+    wide = replace(report_of(FOUND), change=replace(change, ratio=1 / 1.31, low=1 / 1.34, high=1 / 1.28))
+    assert "31 % slower (28 to 34 %)" in answer_line(wide)
+    levels = [*narrow.levels[:-1], replace(narrow.levels[-1], low=1 / 1.3123, high=1 / 1.3071)]
+    assert "30.7 to 31.2 % slower" in entry_grid(replace(narrow, levels=levels)).rows[-1]
+    exact = replace(report_of(FOUND), change=replace(change, ratio=0.5, low=0.5, high=0.5))
+    assert "2.00x slower" in answer_line(exact)
+
+
+def test_several_loads_have_no_value_in_a_unit() -> None:
+    record, summary, run = made_bisection(FOUND)
+    assert [column.title for column in entry_grid(bisected(record, summary, run)).columns][2] == "Wall time"
+    twice = [replace(cell, id=f"{cell.id}-2", load="m") for cell in summary.cells]
+    starts = [replace(start, cells=[*start.cells, *(f"{cell}-2" for cell in start.cells)]) for start in record.starts]
+    report = bisected(replace(record, starts=starts), replace(summary, cells=[*summary.cells, *twice]), run)
+    assert "Wall time" not in [column.title for column in entry_grid(report).columns] and report.loads == 2
+    assert "2 loads" in page_of(report)
 
 
 def test_the_page_has_the_chart_and_is_html() -> None:
