@@ -14,7 +14,7 @@ from harness.failures.diagnosis import FailedRequests
 from harness.numbers.comparison import Comparison, Verdict
 from harness.numbers.summary import ENOUGH, CellSummary, Row, RunFinding, Summary
 from harness.numbers.validity import BROKEN, DEATHS, RESTARTS
-from harness.records.manifest import OTHERWISE, Run
+from harness.records.manifest import OTHERWISE, OWN_EXPORT, Run
 from harness.report import words
 from harness.report.elements import Bullet, Paragraph, pasted_parts
 from harness.report.verdict_text import limit_text, verdict_sentence, verdict_style
@@ -344,6 +344,10 @@ def design_sentence(run: Run) -> str:
     """The repeats, their order, and whether servers were fresh; for an imported run its origin."""
     if run.origin is not None:
         version = run.origin.version or "of unknown version"
+        if run.origin.tool == OWN_EXPORT:
+            return (
+                f"Imported: exported by {OWN_EXPORT} {version}, as the file says; whether it was VALID is not known."
+            )
         return f"Imported: measured by {run.origin.tool} {version}, not by this suite."
     scenario = run.scenario
     stages = ", one for all stages of a load" if any(load.stages for load in scenario.loads.values()) else ""
