@@ -54,6 +54,9 @@ MetricsUrlOpt = Annotated[
     cli.option("URL", "With --url: where its metrics are (default: URL/metrics).", callback=cli.validate_url),
 ]
 JunitOpt = Annotated[Path | None, cli.option("FILE", "Also write checks and verdicts as JUnit XML.")]
+MarkdownOpt = Annotated[
+    Path | None, cli.option("FILE", "Also append the report as Markdown, such as to a job's summary.")
+]
 WorkersOpt = Annotated[str | None, cli.option("NAMES", "With --url: machines that send the load, or how many.")]
 BindOpt = Annotated[str | None, cli.option("ADDRESS", "With --workers: where they find this machine (port 5557).")]
 
@@ -79,6 +82,7 @@ def run(
     provisional: cli.ProvisionalOpt = False,
     tolerance: cli.ToleranceOpt = None,
     junit: JunitOpt = None,
+    markdown: MarkdownOpt = None,
     workers: WorkersOpt = None,
     bind: BindOpt = None,
     runs: cli.RunsDir = cli.RUNS,
@@ -106,7 +110,11 @@ def run(
     against = None if base is None else partial(make_reference, base, about=about, runs=runs, results=results)
     target, share = cli.make_target(url, metrics_url, ca, telemetry), cli.read_tolerance(tolerance)
     xml = None if junit is None else cli.JunitFile(junit)
-    report = partial(_report_run, provisional=provisional, tolerance=share, junit=xml, explain=explain)
+    report = partial(
+        _report_run, provisional=provisional, tolerance=share, junit=xml, markdown=markdown, explain=explain
+    )
+    if markdown is not None:
+        cli.append_text("--markdown", markdown, "")
     if resume is not None:
         report(_resume(cli.find_run(resume, runs), target, budget_s, against, xml))
         return
@@ -206,21 +214,25 @@ def _report_run(
     provisional: bool,
     tolerance: float | None,
     junit: cli.JunitFile | None,
+    markdown: Path | None,
     explain: bool,
 ) -> None:
     """Print the report of a run, write the files that were asked for, and exit with its code."""
-    from harness.numbers.gate import with_gates
     from harness.numbers.summarize import read_summary
     from harness.questions.report import junit_cases
-    from harness.questions.report.page import print_report
+    from harness.questions.report.decide import decided
+    from harness.questions.report.page import print_report, report_page
     from harness.records.manifest import read_run
+    from harness.report.markdown import render
 
     manifest = read_run(folder)
-    summary = with_gates(read_summary(folder), tolerance, provisional=provisional)
+    summary = decided(read_summary(folder), tolerance, provisional=provisional)
     print_report(summary, manifest, folder, cli.console(), explain=explain)
     if junit is not None:
         junit.write(junit_cases.render(summary, manifest))
-    cli.exit_after_run(summary, provisional=provisional)
+    if markdown is not None:
+        cli.append_text("--markdown", markdown, f"{render(report_page(summary, manifest, folder)).rstrip()}\n\n")
+    cli.exit_after_run(summary)
 
 
 def _print_next(folders: list[Path], runs: Path) -> None:

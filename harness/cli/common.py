@@ -574,6 +574,20 @@ def find_baseline(given: Path, runs: Path) -> Path:
     return folder
 
 
+def append_text(option_name: str, path: Path, text: str) -> None:
+    """Append to a file that an option names; "" before a run shows that it can be written.
+
+    Raises HarnessError where it cannot, as for a folder.
+    """
+    from harness.base.files import open_output
+
+    try:
+        with open_output(path, "a") as file:
+            file.write(text)
+    except OSError as error:
+        raise HarnessError(f"{option_name}: {path}: {reason_of(error)}", next_step="Name another file.") from None
+
+
 class JunitFile:
     """The JUnit file of a command, with a suite for each of its runs."""
 
@@ -635,12 +649,12 @@ def exit_after_capacity(folder: Path, report: "CapacityReport") -> None:
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 
-def exit_after_run(summary: "Summary", *, provisional: bool = False) -> None:
+def exit_after_run(summary: "Summary") -> None:
     """Exit with the code of a run. An import, whose validity cannot be checked, has the code of a VALID run."""
     if summary.valid is False:
         raise typer.Exit(ExitCode.INVALID)
     exit_after_verdicts(summary.comparison, summary.checks)
-    exit_after_checks(summary.checks, provisional=provisional)
+    exit_after_checks(summary.checks)
     exit_after_answers(summary.same_answers)
 
 
@@ -659,13 +673,10 @@ def exit_after_answers(comparisons: "Sequence[SameAnswers]") -> None:
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 
-def exit_after_checks(checks: "Sequence[CheckResult]", *, provisional: bool = False) -> None:
-    """Exit with the code of checks; a failed one comes before an inconclusive one.
-
-    `provisional`: checks that only a provisional verdict breaks have failed.
-    """
+def exit_after_checks(checks: "Sequence[CheckResult]") -> None:
+    """Exit with the code of checks; a failed one comes before an inconclusive one."""
     statuses = {result.status for result in checks}
-    if "failed" in statuses or (provisional and any(result.code == "provisional" for result in checks)):
+    if "failed" in statuses:
         raise typer.Exit(ExitCode.FAILED)
     if "inconclusive" in statuses:
         raise typer.Exit(ExitCode.INCONCLUSIVE)
