@@ -149,6 +149,18 @@ def test_the_summary_says_what_the_exit_code_says(tmp_path: Path) -> None:
     assert shown.count("Slower: new / burst") == shown.count("**FAILED") == 2
 
 
+def test_the_summary_has_the_checks_against_a_baseline(tmp_path: Path) -> None:
+    name = write(tmp_path).name
+    first = ActionRunner(tmp_path, scenario=name)
+    assert first.step("Measure") == 0 and first.outputs["exit-code"] == "0", first.printed
+    check = "--check=wall <= 0.001 * baseline"
+    for args, code, word in ((f"{check}\n--provisional", "4", "**FAILED"), ("", "0", "VALID")):
+        runner = ActionRunner(tmp_path, scenario=name, baseline=Path(first.outputs["run"]).name, args=args)
+        runner.summary = tmp_path / f"summary-{code}.md"
+        assert runner.step("Measure") == 0 and runner.outputs["exit-code"] == code, runner.printed
+        assert runner.step("Show") == 0 and word in runner.summary.read_text()
+
+
 def test_the_summary_has_the_reason_of_an_error(tmp_path: Path) -> None:
     """As code, and as one line of an `::error::` command, in which % is escaped."""
     scenario = write(tmp_path).name
