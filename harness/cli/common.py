@@ -574,18 +574,22 @@ def find_baseline(given: Path, runs: Path) -> Path:
     return folder
 
 
-def append_text(option_name: str, path: Path, text: str) -> None:
-    """Append to a file that an option names; "" before a run shows that it can be written.
-
-    Raises HarnessError where it cannot, as for a folder.
-    """
+def append_markdown(path: Path, text: str) -> None:
+    """Append to the file of --markdown. Raises HarnessError where that is not possible, as for a folder."""
     from harness.base.files import open_output
 
     try:
         with open_output(path, "a") as file:
             file.write(text)
     except OSError as error:
-        raise HarnessError(f"{option_name}: {path}: {reason_of(error)}", next_step="Name another file.") from None
+        raise HarnessError(f"--markdown: {path}: {reason_of(error)}", next_step="Name another file.") from None
+
+
+def check_markdown(given: Path | None) -> Path | None:
+    """Make the file, or leave it as it is: a run must not have ended to see that it cannot be written."""
+    if given is not None:
+        append_markdown(given, "")
+    return given
 
 
 class JunitFile:

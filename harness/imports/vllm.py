@@ -51,6 +51,16 @@ AGGREGATE = {
     "wall": "the benchmark's duration, which ends when the client has put the last answer together",
     "percentiles": "interpolated between neighbouring values (numpy.percentile)",
 }
+# Of a file of `harness export`, whose times are those of this suite.
+OWN_DEFINITIONS = {
+    "output_tok_s": "output tokens of the successful requests / time from the first sent to the last chunk",
+    "requests_per_s": "successful requests / time from the first sent to the last chunk",
+    "wall": "first sent to the last chunk",
+}
+OWN_AGGREGATE = {
+    "tpot": "(last - first chunk) / (output tokens - 1)",
+    "percentiles": AGGREGATE["percentiles"],
+}
 _WORK = ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
 _RATE_TOLERANCE = 0.01  # of a rate and its count / duration, which is rounded in some files
 _NO_PERCENTILE = "the file has no such percentile (--metric-percentiles 50,90,95,99 writes them)"
@@ -118,13 +128,16 @@ def read(source: Source) -> Imported:
     ]
     versions = {_own_version(value) for value in documents}
     version = versions.pop() if len(versions) == 1 else None
+    definitions = DEFINITIONS if with_records else DEFINITIONS | AGGREGATE
+    if version is not None:
+        definitions = OWN_DEFINITIONS if with_records else OWN_AGGREGATE
     return Imported(
         tool="vllm bench serve" if version is None else OWN_EXPORT,
         version=version,  # a file of vLLM does not carry it
         model=models[0],
         parts=_number_repeats(parts),
         work=works[0] if len(works) == 1 else works,
-        definitions=DEFINITIONS if with_records else DEFINITIONS | AGGREGATE,
+        definitions=definitions,
         missing={} if with_records else dict.fromkeys(("gap", "tokens_per_chunk"), _NO_RECORDS),
         notes=notes,
         simulated=any(_own_version(value) is not None and value.get("simulated") is True for value in documents),

@@ -293,6 +293,7 @@ def test_what_a_result_says_of_itself_survives_a_round_trip(tmp_path: Path) -> N
     origin = manifest.origin
     assert origin is not None and (origin.tool, origin.version) == ("amd-llm-load", __version__)
     assert design_sentence(manifest).count(f"amd-llm-load {__version__}") == 1
+    assert set(origin.definitions) == {"output_tok_s", "requests_per_s", "wall"}, "its times are ours"
     again = export_as(imported, tmp_path / "vllm-bench-2.json", "vllm-bench")
     value = json.loads(again[0].read_text())
     assert value["simulated"] is value["imported"] is True
