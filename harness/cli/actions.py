@@ -54,6 +54,10 @@ MetricsUrlOpt = Annotated[
     cli.option("URL", "With --url: where its metrics are (default: URL/metrics).", callback=cli.validate_url),
 ]
 JunitOpt = Annotated[Path | None, cli.option("FILE", "Also write checks and verdicts as JUnit XML.")]
+MarkdownOpt = Annotated[
+    Path | None,
+    cli.option("FILE", "Also append the report as Markdown, such as to a job's summary.", callback=cli.check_markdown),
+]
 WorkersOpt = Annotated[str | None, cli.option("NAMES", "With --url: machines that send the load, or how many.")]
 BindOpt = Annotated[str | None, cli.option("ADDRESS", "With --workers: where they find this machine (port 5557).")]
 
@@ -79,6 +83,7 @@ def run(
     provisional: cli.ProvisionalOpt = False,
     tolerance: cli.ToleranceOpt = None,
     junit: JunitOpt = None,
+    markdown: MarkdownOpt = None,
     workers: WorkersOpt = None,
     bind: BindOpt = None,
     runs: cli.RunsDir = cli.RUNS,
@@ -94,7 +99,6 @@ def run(
     With --tolerance the exit code follows the verdicts on servers under the same load: 4 when one is slower than the
     baseline's by that, 5 when that is not known. With --times the exit code is the worst one of all runs.
     """
-    from harness.questions.compare.sides import make_reference
     from harness.questions.quick.search import quick_scenario
     from harness.records.manifest import QUICK
     from harness.run import experiment as experiments
@@ -102,11 +106,10 @@ def run(
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     every_s = 0.0 if every is None else read_duration("--every", every)
-    base = None if baseline is None else cli.find_baseline(baseline, runs)
-    against = None if base is None else partial(make_reference, base, about=about, runs=runs, results=results)
+    against = None if baseline is None else _reference_maker(baseline, about, runs, results)
     target, share = cli.make_target(url, metrics_url, ca, telemetry), cli.read_tolerance(tolerance)
     xml = None if junit is None else cli.JunitFile(junit)
-    report = partial(_report_run, provisional=provisional, tolerance=share, junit=xml, explain=explain)
+    report = partial(_report_run, share, xml, markdown, provisional=provisional, explain=explain)
     if resume is not None:
         report(_resume(cli.find_run(resume, runs), target, budget_s, against, xml))
         return
@@ -117,8 +120,16 @@ def run(
         experiment = running_server.prepare_for(path, target, model, say, *more)
         experiment = experiment if workers is None else experiments.with_workers(experiment, workers, bind)
         _print_notes(experiment.scenario, say)
-        _check_gate(experiment.scenario, share, times, is_given=scenario is not None, is_gate=bool(xml or base))
+        _check_gate(experiment.scenario, share, times, is_given=scenario is not None, is_gate=bool(xml or against))
         _measure_times(partial(_measure, experiment, runs, budget_s, against, xml), report, times, every_s, runs)
+
+
+def _reference_maker(baseline: Path, about: str | None, runs: Path, results: Path) -> "Callable[..., Reference]":
+    """Return what makes the baseline of checks for a run. Raises HarnessError where there is no such run."""
+    from harness.questions.compare.sides import make_reference
+
+    base = cli.find_baseline(baseline, runs)
+    return partial(make_reference, base, about=about, runs=runs, results=results)
 
 
 def _measure_times(
@@ -201,26 +212,30 @@ def _print_notes(scenario: "Scenario", say: "Callable[[str], None]") -> None:
 
 
 def _report_run(
+    tolerance: float | None,
+    junit: cli.JunitFile | None,
+    markdown: Path | None,
     folder: Path,
     *,
     provisional: bool,
-    tolerance: float | None,
-    junit: cli.JunitFile | None,
     explain: bool,
 ) -> None:
     """Print the report of a run, write the files that were asked for, and exit with its code."""
-    from harness.numbers.gate import with_gates
     from harness.numbers.summarize import read_summary
     from harness.questions.report import junit_cases
-    from harness.questions.report.page import print_report
+    from harness.questions.report.decide import decided
+    from harness.questions.report.page import print_report, report_page
     from harness.records.manifest import read_run
+    from harness.report.markdown import render
 
     manifest = read_run(folder)
-    summary = with_gates(read_summary(folder), tolerance, provisional=provisional)
+    summary = decided(read_summary(folder), tolerance, provisional=provisional)
     print_report(summary, manifest, folder, cli.console(), explain=explain)
     if junit is not None:
         junit.write(junit_cases.render(summary, manifest))
-    cli.exit_after_run(summary, provisional=provisional)
+    if markdown is not None:
+        cli.append_markdown(markdown, f"{render(report_page(summary, manifest, folder)).rstrip()}\n\n")
+    cli.exit_after_run(summary)
 
 
 def _print_next(folders: list[Path], runs: Path) -> None:

@@ -574,6 +574,24 @@ def find_baseline(given: Path, runs: Path) -> Path:
     return folder
 
 
+def append_markdown(path: Path, text: str) -> None:
+    """Append to the file of --markdown. Raises HarnessError where that is not possible, as for a folder."""
+    from harness.base.files import open_output
+
+    try:
+        with open_output(path, "a") as file:
+            file.write(text)
+    except OSError as error:
+        raise HarnessError(f"--markdown: {path}: {reason_of(error)}", next_step="Name another file.") from None
+
+
+def check_markdown(given: Path | None) -> Path | None:
+    """Make the file, or leave it as it is: a run must not have ended to see that it cannot be written."""
+    if given is not None:
+        append_markdown(given, "")
+    return given
+
+
 class JunitFile:
     """The JUnit file of a command, with a suite for each of its runs."""
 
@@ -635,12 +653,12 @@ def exit_after_capacity(folder: Path, report: "CapacityReport") -> None:
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 
-def exit_after_run(summary: "Summary", *, provisional: bool = False) -> None:
+def exit_after_run(summary: "Summary") -> None:
     """Exit with the code of a run. An import, whose validity cannot be checked, has the code of a VALID run."""
     if summary.valid is False:
         raise typer.Exit(ExitCode.INVALID)
     exit_after_verdicts(summary.comparison, summary.checks)
-    exit_after_checks(summary.checks, provisional=provisional)
+    exit_after_checks(summary.checks)
     exit_after_answers(summary.same_answers)
 
 
@@ -659,13 +677,10 @@ def exit_after_answers(comparisons: "Sequence[SameAnswers]") -> None:
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 
-def exit_after_checks(checks: "Sequence[CheckResult]", *, provisional: bool = False) -> None:
-    """Exit with the code of checks; a failed one comes before an inconclusive one.
-
-    `provisional`: checks that only a provisional verdict breaks have failed.
-    """
+def exit_after_checks(checks: "Sequence[CheckResult]") -> None:
+    """Exit with the code of checks; a failed one comes before an inconclusive one."""
     statuses = {result.status for result in checks}
-    if "failed" in statuses or (provisional and any(result.code == "provisional" for result in checks)):
+    if "failed" in statuses:
         raise typer.Exit(ExitCode.FAILED)
     if "inconclusive" in statuses:
         raise typer.Exit(ExitCode.INCONCLUSIVE)

@@ -2,6 +2,7 @@
 
 import datetime
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -56,7 +57,8 @@ def export(
     if chosen not in RECORDS:
         refuse_invalid(folder, read_run(folder), None, "is exported as numbers")
         refuse_search(folder, read_run(folder), "is exported as numbers")
-        for path in export_as(folder, to, chosen, detailed=detailed, row=row):
+        say = partial(print, file=sys.stderr)
+        for path in export_as(folder, to, chosen, detailed=detailed, row=row, say=say):
             print(path)
         return
     written = export_records(folder, to)

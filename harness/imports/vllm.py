@@ -4,6 +4,7 @@ Files of --append-result and of `vllm bench sweep serve` have several results. F
 vLLM 0.10 have no `endpoint_type` and no `failed`.
 """
 
+import re
 from collections import Counter
 from itertools import accumulate
 from math import isclose
@@ -27,6 +28,7 @@ from harness.imports import (
     Source,
     unix_time,
 )
+from harness.records.manifest import OWN_EXPORT
 from harness.records.records import Request
 
 _FIRST = "from before the request is handed to the HTTP client (a connection may still have to be opened)"
@@ -49,13 +51,25 @@ AGGREGATE = {
     "wall": "the benchmark's duration, which ends when the client has put the last answer together",
     "percentiles": "interpolated between neighbouring values (numpy.percentile)",
 }
+# Of a file of `harness export`, whose times are those of this suite.
+OWN_DEFINITIONS = {
+    "output_tok_s": "output tokens of the successful requests / time from the first sent to the last chunk",
+    "requests_per_s": "successful requests / time from the first sent to the last chunk",
+    "wall": "first sent to the last chunk",
+}
+OWN_AGGREGATE = {
+    "tpot": "(last - first chunk) / (output tokens - 1)",
+    "percentiles": AGGREGATE["percentiles"],
+}
 _WORK = ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
 _RATE_TOLERANCE = 0.01  # of a rate and its count / duration, which is rounded in some files
 _NO_PERCENTILE = "the file has no such percentile (--metric-percentiles 50,90,95,99 writes them)"
 _NO_RECORDS = "the file has no usable entry for each request (vLLM since January 2026 writes them with --save-detailed)"
 _BAD_LATENCY = "a request has a TTFT or ITL that cannot be, so when it ended is not known"
 _DATE = "%Y%m%d-%H%M%S"
-OWN_TOOL = "amd-llm-load "  # of `tool`: what `harness export` writes
+# What `harness export` adds; of a file from elsewhere, so only in exactly this form.
+_OWN_TOOL = re.compile(rf"{OWN_EXPORT} (\d{{1,4}}(?:\.\d{{1,4}}){{2}}(?:\.dev\d{{1,4}})?)")
+_OWN_KEYS = {"tool", "run", "server", "load", "repeat", "simulated", "imported"}
 
 
 class VllmResult(Struct, frozen=True, kw_only=True):
@@ -112,22 +126,29 @@ def read(source: Source) -> Imported:
         {key: value.get(key) for key in _WORK} | {"input_lens": sorted(filter(None, value.get("input_lens") or []))}
         for value in documents
     ]
+    versions = {_own_version(value) for value in documents}
+    version = versions.pop() if len(versions) == 1 else None
+    definitions = DEFINITIONS if with_records else DEFINITIONS | AGGREGATE
+    if version is not None:
+        definitions = OWN_DEFINITIONS if with_records else OWN_AGGREGATE
     return Imported(
-        tool="vllm bench serve",
-        version=None,  # the file does not carry it
+        tool="vllm bench serve" if version is None else OWN_EXPORT,
+        version=version,  # a file of vLLM does not carry it
         model=models[0],
         parts=_number_repeats(parts),
         work=works[0] if len(works) == 1 else works,
-        definitions=DEFINITIONS if with_records else DEFINITIONS | AGGREGATE,
+        definitions=definitions,
         missing={} if with_records else dict.fromkeys(("gap", "tokens_per_chunk"), _NO_RECORDS),
         notes=notes,
-        simulated=any(_is_own(value) and value.get("simulated") is True for value in documents),
+        simulated=any(_own_version(value) is not None and value.get("simulated") is True for value in documents),
     )
 
 
-def _is_own(value: dict[str, Any]) -> bool:
-    """Whether `harness export` wrote a result: it adds the server and the load, and whether it is simulated."""
-    return str(value.get("tool")).startswith(OWN_TOOL)
+def _own_version(value: dict[str, Any]) -> str | None:
+    """The version of the suite whose `harness export` wrote a result; None: it has not exactly that form."""
+    tool = value.get("tool")
+    match = _OWN_TOOL.fullmatch(tool) if isinstance(tool, str) and value.keys() >= _OWN_KEYS else None
+    return match[1] if match is not None and match.string.isascii() else None
 
 
 def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
@@ -151,7 +172,7 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
     default = "all-at-once" if result.request_rate == "inf" else "vllm"
     load = "-".join([_load_name(rate, result.max_concurrency, default), *_swept(value)])
     server = "running"
-    if _is_own(value):
+    if _own_version(value) is not None:
         server, load = result.server or server, result.load or load
     return ImportedPart(
         server=server,

@@ -416,7 +416,7 @@ def _repeat_command(run: Run, *, is_shipped: bool) -> str:
 def _refuse_result(folder: Path, run: Run, summary: Summary) -> None:
     if run.origin is not None:
         raise HarnessError(
-            f"{run.id}: was measured by {run.origin.tool}, and what it says is not ranked with runs of this suite",
+            f"{run.id}: was imported from {run.origin.tool}, and imports are not ranked with runs of this suite",
             next_step="File runs of `harness run`.",
         )
     refuse_invalid(folder, run, summary, "is filed")

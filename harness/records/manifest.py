@@ -252,6 +252,9 @@ class RowOrigin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     missing: dict[str, str] = {}  # by metric, such as "ttft" or "ttft_p95": why it is not known
 
 
+OWN_EXPORT = "amd-llm-load"  # as the tool of an import: `harness export` wrote the file
+
+
 class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The measurement of another tool that became this run; see docs/imports.md."""
 

@@ -59,6 +59,8 @@ def _charted(row: Row, run: Run, cells: Mapping[str, CellSummary], name: str) ->
     low, high = mean.low, mean.high
     facts = [f"run {run.id}", f"model {run.scenario.model}", count(len(row.cells), "repeat")]
     facts += ["of the requests of all repeats together"] if low is None and len(row.cells) > 1 else []
+    failed = row.pooled.failed
+    facts += [f"{failed:,} of {count(row.pooled.sent, 'request')} failed"] if failed else []
     facts += ["SIMULATED: the numbers come from a model, not from hardware"] if run.simulated else []
     facts += ["UNCHECKED: imported, so its validity is not known"] if run.origin is not None else []
     facts += ["limited by the load generator, not by the server"] if is_client_limited(row, name) else []

@@ -8,7 +8,7 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 import numpy as np
 
+from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, reason_of
 from harness.base.files import open_output, pretty_json, refuse_named_pipe, replace_file
 from harness.base.metrics import LATENCIES, STATISTICS, VALUES
@@ -77,13 +78,24 @@ def choose_format(to: Path, given: str | None = None) -> str:
     return named
 
 
-def export_as(folder: Path, to: Path, name: str, *, detailed: bool = False, row: str | None = None) -> list[Path]:
+def export_as(
+    folder: Path,
+    to: Path,
+    name: str,
+    *,
+    detailed: bool = False,
+    row: str | None = None,
+    say: Callable[[str], object] = lambda _: None,
+) -> list[Path]:
     """Write the numbers of a run as one of TOOL_FORMATS, and return the files.
 
     A run of several cells gives a file of `vllm-bench` for each, with the cell before the ending. The action reads
-    one direction a file, `bigger` or `smaller`. `row`: only SERVER/LOAD. Raises HarnessError where nothing is written.
+    one direction a file, `bigger` or `smaller`. `row`: only SERVER/LOAD. `say` receives each row that is left out,
+    with the reason. Raises HarnessError where nothing is written.
     """
     contents: dict[Path, Any] = {}
+    left_out: dict[str, str] = {}
+    notes: dict[str, str] = {}
     if name == "github-action-benchmark":
         summary, run = summary_of(folder), read_run(folder)
         for direction in TOOLS:
@@ -95,18 +107,33 @@ def export_as(folder: Path, to: Path, name: str, *, detailed: bool = False, row:
             if entries:
                 contents[_with_part(to, direction)] = entries
     else:
-        results = list(bench_results(load(folder), detailed=detailed, row=row))
+        results, left_out, notes = bench_results(load(folder), detailed=detailed, row=row)
         if name == "vllm-bench-sweep":
             contents = {to: sweep_results(results)} if results else {}
         else:
             contents = {to if len(results) == 1 else _with_part(to, cell): content for cell, content in results}
     if not contents:
-        raise _no_numbers_error(folder, name, row)
+        raise _no_results_error(folder, left_out) if left_out else _no_numbers_error(folder, name, row)
     for path, content in contents.items():
         is_short = name == "github-action-benchmark"  # the lists of the others have an entry for each request
         with _output(path):
             replace_file(path, pretty_json(content) if is_short else msgspec.json.encode(content) + b"\n")
+    for label, why in left_out.items():
+        say(f"left out: {label} {why}")
+    for label, note in notes.items():
+        say(f"note: {label} {note}")
     return list(contents)
+
+
+def _no_results_error(folder: Path, left_out: Mapping[str, str]) -> HarnessError:
+    """Return the error for rows that are no load alone."""
+    whys = [f"{label} {why}" for label, why in left_out.items()]
+    return HarnessError(
+        f"{folder.name}: no row has a result of vllm bench" + (f": {whys[0]}" if len(whys) == 1 else ""),
+        detail="\n".join(whys) if len(whys) > 1 else "",
+        next_step="Export the report's numbers (`--to github-action-benchmark.json`) or the requests (`--to "
+        "records.csv`). For vllm bench, measure each load alone.",
+    )
 
 
 def _no_numbers_error(folder: Path, name: str, row: str | None) -> HarnessError:
@@ -143,7 +170,13 @@ def _output(to: Path) -> Iterator[Path]:
     except OSError as error:
         if error.filename not in (None, str(to), str(temporary)):
             raise
-        raise HarnessError(f"{to}: cannot be written ({reason_of(error)})", next_step="Name another file.") from None
+        has_folder = to.parent.exists()
+        advice = (
+            "Name another file."
+            if has_folder
+            else f"Make its folder first: `{command_line('mkdir', '-p', to.parent)}`."
+        )
+        raise HarnessError(f"{to}: cannot be written ({reason_of(error)})", next_step=advice) from None
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

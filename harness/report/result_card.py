@@ -47,7 +47,7 @@ def render_card(run: Run, summary: Summary, command: str, answers: Sequence[str]
     limited = any(LIMITED in line for line in lines)
     lines += [f"- {LIMITED} the load generator was the limit of this number, not the server"] if limited else []
     lines.append(f"- {word}{simulated}; measured {format_date(run.started_wall_s)}, run {code(run.id)}")
-    source = None if run.origin is None else f"imported: measured by {code(run.origin.tool)}"
+    source = None if run.origin is None else f"imported from {code(run.origin.tool)}"
     lines.append(f"- {source or f'repeat it: {code(command)}'}")
     return "\n".join(lines) + "\n"
 

@@ -7,14 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from harness.base import units
+from harness.base.errors import ExitCode
 from harness.base.metrics import METRICS, number_names
 from harness.base.reason import Reason, evidence, sentence
 from harness.base.units import count
 from harness.failures.diagnosis import FailedRequests
 from harness.numbers.comparison import Comparison, Verdict
+from harness.numbers.gate import gate_code
 from harness.numbers.summary import ENOUGH, CellSummary, Row, RunFinding, Summary
 from harness.numbers.validity import BROKEN, DEATHS, RESTARTS
-from harness.records.manifest import OTHERWISE, Run
+from harness.records.manifest import OTHERWISE, OWN_EXPORT, Run
 from harness.report import words
 from harness.report.elements import Bullet, Paragraph, pasted_parts
 from harness.report.verdict_text import limit_text, verdict_sentence, verdict_style
@@ -141,6 +143,10 @@ def state(summary: Summary, run: Run, sign: str = "") -> Paragraph:
         by_status[result.status].append(result.check)
     parts = [(status, f"{len(names)} of {total}: {', '.join(names)}") for status in ("failed", "inconclusive")
              if (names := by_status[status])]  # fmt: skip
+    if (gate := _gate_status(summary)) and summary.checks:
+        parts.insert(len(parts) if gate == "inconclusive" else 0, (gate, "the comparison with the tolerance"))
+    if summary.checks and any(answers.word == "inconclusive" for answers in summary.same_answers):
+        parts.append(("inconclusive", "the comparison of the answers"))
     if parts:
         (status, first), *others = parts
         first += "".join(f"; {other} {more}" for other, more in others)
@@ -148,6 +154,13 @@ def state(summary: Summary, run: Run, sign: str = "") -> Paragraph:
     if summary.valid is None or not summary.checks:
         return Paragraph(text, "unsure" if summary.valid is None else "good", word)
     return Paragraph(f"{total} passed, and {text}", "good", "PASSED")
+
+
+def _gate_status(summary: Summary) -> str:
+    """The result of the gates of a run; empty where there is none, and where all passed."""
+    verdicts = [] if summary.comparison is None else summary.comparison.verdicts
+    code = gate_code(verdict.gate for verdict in verdicts)
+    return {ExitCode.FAILED: "failed", ExitCode.INCONCLUSIVE: "inconclusive"}.get(code, "")
 
 
 def notes_sentence(summary: Summary, number: int, sign: str) -> str:
@@ -344,6 +357,8 @@ def design_sentence(run: Run) -> str:
     """The repeats, their order, and whether servers were fresh; for an imported run its origin."""
     if run.origin is not None:
         version = run.origin.version or "of unknown version"
+        if run.origin.tool == OWN_EXPORT:
+            return f"Imported: exported by {OWN_EXPORT} {version}, as the file says; whether it was VALID is not known."
         return f"Imported: measured by {run.origin.tool} {version}, not by this suite."
     scenario = run.scenario
     stages = ", one for all stages of a load" if any(load.stages for load in scenario.loads.values()) else ""

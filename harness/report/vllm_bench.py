@@ -2,23 +2,29 @@
 
 Keys, units and formulas are those of vllm/benchmarks/serve.py of vLLM 0.32. Times are ours: from the first byte sent,
 by the kernel's receive time of each chunk. What is not known is null; vLLM itself writes 0 in some of these places.
+
+Its formulas are of one load alone, from its first request to its last answer. A row that is not such a load is left
+out, and where they give other numbers than the report, a note says which.
 """
 
 import datetime
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from harness import __version__
-from harness.base.measured import NEEDED
+from harness.base.measured import NEEDED, Numbers
 from harness.numbers import formulas
+from harness.numbers.cell_numbers import compute_numbers
+from harness.numbers.comparison import MARGIN
 from harness.records.columns import Floats, Rows
 from harness.records.manifest import CellRun, Run
 from harness.records.records import CUT, Request
 from harness.records.run_data import CellData, RunData
 from harness.scenario import Load, is_open_loop, max_concurrency
+from harness.scenario.plan import load_of_stage, mix_of
 
 # vLLM's name of the backend, by endpoint. Embeddings have another form of result and are left out.
 BACKENDS = {"chat": "openai-chat", "completions": "openai", "messages": "anthropic-messages"}
@@ -48,18 +54,74 @@ class _Answers(NamedTuple):
         return [np.array([] if request.unread else request.chunks_s) for request in self.requests]
 
 
-def bench_results(data: RunData, *, detailed: bool = False, row: str | None = None) -> Iterator[CellResult]:
-    """Yield the result of each cell that ended and generates text, of one row (SERVER/LOAD) or of all.
+class BenchResults(NamedTuple):
+    """The results of a run; by row (SERVER/LOAD) why it has none, and which of its numbers the report has otherwise."""
+
+    results: list[CellResult]
+    left_out: dict[str, str]
+    notes: dict[str, str]
+
+
+def bench_results(data: RunData, *, detailed: bool = False, row: str | None = None) -> BenchResults:
+    """Return the result of each cell that ended and generates text, of one row (SERVER/LOAD) or of all.
 
     `detailed`: with the lists of `--save-detailed`, an entry for each request.
     """
+    results: list[CellResult] = []
+    left_out: dict[str, str] = {}
+    notes: dict[str, str] = {}
     for name, cell in data.cells.items():
         ran = data.run.ran.get(name)
         if ran is None or not len(cell.counted) or row not in (None, f"{ran.server}/{ran.load}"):
             continue
-        load = data.run.scenario.loads[ran.load]
-        if load.endpoint in BACKENDS and (answers := _ended(cell)).requests:
-            yield CellResult(name, _setup(data.run, ran, load, answers) | _measured(answers, detailed=detailed))
+        load, label = data.run.scenario.loads[ran.load], f"{ran.server}/{ran.load}"
+        if load.endpoint not in BACKENDS or not (answers := _ended(cell)).requests:
+            continue
+        if why := _why_no_result(ran):
+            left_out[label] = why
+            continue
+        content = _setup(data.run, ran, load, answers) | _measured(answers, detailed=detailed)
+        numbers = compute_numbers([cell])
+        if note := _difference(numbers, content):
+            notes.setdefault(label, note)
+        tpot_s = numbers.tpot.mean
+        if tpot_s is None or _differs(content["mean_tpot_ms"], tpot_s * 1000):  # vLLM takes each chunk for a token
+            content |= _statistics("tpot", np.empty(0))
+        results.append(CellResult(name, content))
+    return BenchResults(results, left_out, notes)
+
+
+def _why_no_result(ran: CellRun) -> str | None:
+    """Why a cell is no result of `vllm bench serve`; None: it is one."""
+    if load_of_stage(ran.load):
+        return "is a stage: answers to requests of other stages are in its time, and its own reach into the next stage"
+    if mix_of(ran.load):
+        return "was measured together with other loads, and vllm bench measures one load alone"
+    return None
+
+
+def _difference(numbers: Numbers, content: dict[str, Any]) -> str | None:
+    """Which number differs from the report's, `numbers`; None: none does by more than MARGIN.
+
+    The edges of a timed load make vLLM's rates lower: an answer counts in full or not at all, and the duration goes on
+    until the last answer has ended.
+    """
+    speed = ("output_throughput", numbers.output_tok_s, "output tok/s")
+    if numbers.output_tok_s is None:
+        speed = ("request_throughput", numbers.requests_per_s, "requests/s")
+    ttft_ms = None if numbers.ttft.mean is None else numbers.ttft.mean * 1000
+    texts = [
+        f"{reported:.4g} {unit} in the report and {content[key]:.4g} here"
+        for key, reported, unit in (speed, ("mean_ttft_ms", ttft_ms, "ms mean TTFT"))
+        if reported is not None and _differs(content[key], reported)
+    ]
+    rule = "vllm bench counts whole answers, until the last one has ended"
+    return f"has {' and '.join(texts)}: {rule}" if texts else None
+
+
+def _differs(value: float | None, reported: float | None) -> bool:
+    """Whether a number of vLLM's formula is not that of the report."""
+    return bool(value is not None and reported and abs(value / reported - 1) > MARGIN)
 
 
 def sweep_results(results: Sequence[CellResult]) -> list[dict[str, Any]]:

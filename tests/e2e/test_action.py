@@ -73,6 +73,14 @@ class ActionRunner:
         return done.returncode
 
 
+def command_in(folder: Path, script: str) -> None:
+    """Install a script as the command `harness` of the action that runs in a folder."""
+    command = folder / "temporary" / "amd-llm-load" / "bin" / "harness"
+    command.parent.mkdir(parents=True)
+    command.write_text(f"#!/bin/bash\n{script}\n")
+    command.chmod(0o755)
+
+
 def _list_output(text: str) -> list[str]:
     """Return the lines of the one output in a file for outputs, `NAME<<TOKEN`, lines, `TOKEN`; without it none."""
     if not text:
@@ -127,6 +135,84 @@ def test_it_ends_as_the_measurement_did(checks: list[str], code: int, verdict: s
     assert runner.step("Result") == (0 if code == 5 else code)
 
 
+def test_the_summary_says_what_the_exit_code_says(tmp_path: Path) -> None:
+    """Of a gate, in both words of `args` and of the input; also where checks pass, and of each of several runs."""
+    slow = {"template": "simulated", "container": False, "variables": {"extra_args": ["--slowdown", "3"]}}
+    servers = {"old": {"template": "simulated", "container": False}, "new": slow}
+    scenario = write(tmp_path, servers=servers, repeats=4, checks=["error_rate == 0"], question="Slower?").name
+    runner = ActionRunner(tmp_path, scenario=scenario, tolerance="10%", args="--times=2")
+    assert runner.step("Measure") == 0
+    assert (runner.outputs["verdict"], runner.outputs["exit-code"]) == ("failed", "4"), runner.printed
+    assert runner.step("Show") == 0
+    shown = runner.summary.read_text()
+    assert shown.startswith("`harness run`: failed (exit code 4)\n") and "PASSED" not in shown
+    assert shown.count("Slower: new / burst") == shown.count("**FAILED") == 2
+
+
+def test_the_summary_has_the_checks_against_a_baseline(tmp_path: Path) -> None:
+    name = write(tmp_path).name
+    first = ActionRunner(tmp_path, scenario=name)
+    assert first.step("Measure") == 0 and first.outputs["exit-code"] == "0", first.printed
+    check = "--check=wall <= 0.001 * baseline"
+    for args, code, word in ((f"{check}\n--provisional", "4", "**FAILED"), ("", "0", "VALID")):
+        runner = ActionRunner(tmp_path, scenario=name, baseline=Path(first.outputs["run"]).name, args=args)
+        runner.summary = tmp_path / f"summary-{code}.md"
+        assert runner.step("Measure") == 0 and runner.outputs["exit-code"] == code, runner.printed
+        assert runner.step("Show") == 0 and word in runner.summary.read_text()
+
+
+def test_the_summary_has_the_reason_of_an_error(tmp_path: Path) -> None:
+    """As code, and as one line of an `::error::` command, in which % is escaped."""
+    scenario = write(tmp_path).name
+    for number, (inputs, reason) in enumerate([
+        ({"scenario": "no-such%0A.yaml"}, "there is no such scenario"),
+        ({"scenario": scenario, "tolerance": "a%bit"}, "a%bit"),
+        ({"command": "compare", "baseline": "gone`<b>", "against": "gone"}, "gone`<b>"),
+    ]):  # fmt: skip
+        runner = ActionRunner(tmp_path, **inputs)
+        runner.summary = tmp_path / f"summary-{number}.md"
+        assert runner.step("Measure") == 0 and runner.outputs["verdict"] == "usage", runner.printed
+        (line,) = (line for line in runner.printed.splitlines() if line.startswith("::error::amd-llm-load: "))
+        assert reason.replace("%", "%25") in line and "%0A" not in line
+        resumed = runner.printed.index("::error::")
+        assert runner.printed[:resumed].count("::stop-commands::") == 1
+        assert runner.step("Show") == 0 and runner.step("Result") == 1
+        head, blank, *lines = runner.summary.read_text().splitlines()
+        assert (head.endswith("usage (exit code 1)"), blank) == (True, "")
+        assert lines[0].startswith("    error: ") and reason in lines[0] and any("    next: " in line for line in lines)
+        assert all(line.startswith("    ") for line in lines if line)
+
+
+def test_an_error_is_bounded(tmp_path: Path) -> None:
+    runner = ActionRunner(tmp_path, scenario="any.yaml")
+    command_in(tmp_path, "for i in {1..9000}; do printf 'error: %s µµµ\\r::add-mask::x\\n' $i$i$i >&2; done; exit 2")
+    assert runner.step("Measure") == 0, runner.printed
+    (line,) = (line for line in runner.printed.splitlines() if line.startswith("::error::"))
+    assert line == "::error::amd-llm-load: 111 µµµ::add-mask::x"
+    assert runner.step("Show") == 0, runner.printed
+    data = runner.summary.read_bytes()
+    assert len(data) < 20_000 and b"\r" not in data and "    error: 111 µµµ" in data.decode()
+
+
+def test_a_refused_input_is_in_the_summary(tmp_path: Path) -> None:
+    for inputs in ({}, {"scenario": "a.yaml", "args": "--resume=x"}, {"scenario": "a\nb"}, {"command": "rm"}):
+        runner = ActionRunner(tmp_path, **inputs)
+        assert runner.step("Measure") == 1
+        (line,) = (line for line in runner.printed.splitlines() if line.startswith("::error::"))
+        assert runner.summary.read_text() == f"{line.removeprefix('::error::')}\n"
+        runner.summary.unlink()
+
+
+def test_the_folder_of_runs_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to("disk")
+    runner = ActionRunner(tmp_path, scenario=write(tmp_path).name)
+    assert runner.step("Measure") == 0 and runner.outputs["verdict"] == "passed", runner.printed
+    assert runner.step("Find the run") == 0
+    assert runner.paths == [runner.outputs["run"], "./runs/junit.xml"] and "//" not in runner.outputs["run"]
+    assert (tmp_path / runner.outputs["run"] / "run.json").exists()
+
+
 def test_runs_are_compared(tmp_path: Path) -> None:
     runner = ActionRunner(tmp_path, scenario=write(tmp_path).name, args="--times=2\n--repeats=1\n\n")
     assert runner.step("Measure") == 0, runner.printed
@@ -172,10 +258,7 @@ def test_a_run_that_was_cut_is_kept(tmp_path: Path) -> None:
 def test_every_exit_code_has_a_verdict(code: int, verdict: str, tmp_path: Path) -> None:
     """137 and 143: killed, as without memory. 0 without a run: nothing was measured."""
     runner = ActionRunner(tmp_path, scenario="any.yaml")
-    ends_at_once = tmp_path / "temporary" / "amd-llm-load" / "bin" / "harness"
-    ends_at_once.parent.mkdir(parents=True)
-    ends_at_once.write_text(f"#!/bin/bash\nexit {code}\n")
-    ends_at_once.chmod(0o755)
+    command_in(tmp_path, f"exit {code}")
     assert runner.step("Measure") == 0
     assert runner.outputs["verdict"] == verdict
     assert runner.step("Show") == 0 and verdict in runner.summary.read_text()
@@ -193,7 +276,8 @@ def test_a_running_server_needs_no_scenario(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["run", "compare"])
 def test_options_that_the_action_sets_are_refused(command: str, tmp_path: Path) -> None:
     for word in (
-        "--format=json", "--format", "--format json", "--form=json", "--junit=elsewhere", "--jun", "--runs=x", "--runs",
+        "--markdown=x", "--format=json", "--format", "--format json", "--form=json",
+        "--junit=elsewhere", "--jun", "--runs=x", "--runs",
         "--help", "-h", "--version", "--resume=20260101", "--resume",
     ):  # fmt: skip
         runner = ActionRunner(tmp_path, command=command, scenario="x.yaml", baseline="a", against="b", args=word)

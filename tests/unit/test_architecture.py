@@ -284,6 +284,7 @@ NAMED_IN = {
     "failures/table.py": "flags that vLLM removed",
     "imports": "formats of other tools",
     "report/export.py": "the same",
+    "report/vllm_bench.py": "the same",
     "cli/stored.py": "the same",
     "simulated": "the embedded engine answers as vLLM does",
 }

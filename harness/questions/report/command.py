@@ -40,13 +40,13 @@ def report(
     With --check or --baseline the run is checked by them once more, with --tolerance its servers are compared by it. Of
     a capacity search, --check answers for other SLOs from the stored requests.
     """
-    from harness.numbers.gate import with_gates
     from harness.numbers.summarize import has_only_summary, read_summary, with_checks
     from harness.questions.capacity import what_if
     from harness.questions.capacity.record import read_capacity
     from harness.questions.compare.sides import make_reference
     from harness.questions.findings.decide import with_findings
     from harness.questions.joint import analyse
+    from harness.questions.report.decide import decided
     from harness.questions.tune.proof import read_answered
     from harness.records.manifest import read_run
     from harness.run.experiment import validate_checks
@@ -70,11 +70,11 @@ def report(
     if counts is not None and capacity is not None:
         counts, capacity = what_if.with_answers(counts, capacity, other_slos)
     summary, tuned = read_summary(folder) if counts is None else counts.summary, read_answered(folder)
-    summary = with_gates(summary, share, provisional=provisional)
+    summary = decided(summary, share, provisional=provisional)
     _print_run(output, summary, manifest, folder, counts, explain=explain)
     if not checks:
         _exit_after_bisection(summary, manifest, folder)
-    _exit_after_report(summary, None if checks else tuned, capacity, folder, provisional)
+    _exit_after_report(summary, None if checks else tuned, capacity, folder)
 
 
 def _print_run(
@@ -119,7 +119,6 @@ def _exit_after_report(
     tuned: "TuneReport | None",
     capacity: "CapacityReport | None",
     folder: Path,
-    provisional: bool,
 ) -> None:
     """Exit with the code of a search of settings that has an answer, of a search for a capacity, or of the run."""
     if tuned is not None and tuned.verdict is not None:
@@ -127,7 +126,7 @@ def _exit_after_report(
         return
     if capacity is not None:
         cli.exit_after_capacity(folder, capacity)
-    cli.exit_after_run(summary, provisional=provisional)
+    cli.exit_after_run(summary)
 
 
 def _find_or_import_run(given: Path, runs: Path) -> Path:

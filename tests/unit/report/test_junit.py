@@ -241,6 +241,13 @@ def test_the_command_line_and_an_inconclusive_check(tmp_path: Path, wording: Wor
     assert (again.code, [word for word, _ in cases(again.out).values()][-1]) == (4, "failure"), "it weighs more"
 
 
+def test_a_file_of_markdown_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    for name in (".", "gone/page.md"):
+        done = called("run", "first-look", "--markdown", name, cwd=tmp_path)
+        assert done.code == 1 and done.err.startswith(f"error: --markdown: {name}: "), done
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_that_fails_leaves_a_file_with_the_error(tmp_path: Path) -> None:
     path = write(tmp_path, servers={"one": server("--no-such-option")})
     ran = harness("run", path.name, "--junit", "j.xml", cwd=tmp_path)

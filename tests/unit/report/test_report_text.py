@@ -6,18 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from msgspec.structs import replace
 from rich.console import Console
 
 from harness.base.measured import NO_SAMPLE, Distribution
 from harness.base.reason import Reason, because
+from harness.cli.common import exit_after_run
 from harness.failures.diagnosis import FailedRequests
-from harness.numbers.comparison import CheckResult, Verdict
+from harness.numbers.comparison import CheckResult, Comparison, Verdict
 from harness.numbers.summarize import summarize
 from harness.numbers.summary import Summary
 from harness.numbers.time_split import TimeSplit
 from harness.questions.capacity.page import capacity_page
 from harness.questions.capacity.record import CapacityReport
+from harness.questions.report.decide import decided
 from harness.questions.report.page import print_report, run_page
 from harness.report import markdown, sentences, terminal
 from harness.report.elements import (
@@ -123,6 +126,41 @@ def test_a_run_has_one_word_and_one_that_was_cut_is_not_red(
     assert (state.word, state.style) == (word, style)
     states = [each for each in lined_up(run_page(of, made)) if isinstance(each, Paragraph)]
     assert [each for each in states if each.style in ("good", "unsure", "bad")] == [state]
+
+
+@pytest.mark.parametrize(
+    ("checks", "gate", "word"),
+    [
+        (["passed"], "no_slowdown", "PASSED"), (["passed"], "slower", "FAILED"), (["passed"], None, "PASSED"),
+        (["passed"], "cannot_tell", "INCONCLUSIVE"), (["inconclusive"], "slower", "FAILED"),
+        (["failed"], "cannot_tell", "FAILED"), ([], "slower", "VALID"),
+    ],
+)  # fmt: skip
+def test_the_word_of_a_run_with_checks_is_that_of_its_exit_code(checks: list[Any], gate: Any, word: str) -> None:
+    """VALID is about the measurement: without checks the answer above it is that of the gate."""
+    verdict = Verdict(
+        side="b / x", baseline="a / x", metric="wall", ratio=0.8, low=0.75, high=0.85, p=0.001, n=(5, 5), word="slower",
+        gate=gate, tolerance=0.1,
+    )  # fmt: skip
+    comparison = Comparison(metric="wall", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[verdict])
+    results = [CheckResult(check=f"c{number}", status=status) for number, status in enumerate(checks)]
+    of = replace(summary(), valid=True, checks=results, comparison=comparison)
+    state = sentences.state(of, run())
+    assert state.word == word
+    codes = {"PASSED": 0, "FAILED": 4, "INCONCLUSIVE": 5, "VALID": 4}
+    try:
+        exit_after_run(of)
+        code = 0
+    except typer.Exit as end:
+        code = end.exit_code
+    assert code == codes[word]
+
+
+@pytest.mark.parametrize(("provisional", "status"), [(False, "inconclusive"), (True, "failed")])
+def test_a_provisional_check_fails_on_every_page_where_that_was_asked_for(provisional: bool, status: str) -> None:
+    results = [CheckResult(check="c", code="provisional"), CheckResult(check="d", code="too_close")]
+    of = decided(replace(summary(), checks=results), None, provisional=provisional)
+    assert [result.status for result in of.checks] == [status, "inconclusive"]
 
 
 def test_rows_are_named_as_the_bad_ones_only_where_all_reasons_are_of_cells() -> None:

@@ -7,17 +7,22 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from harness import __version__
 from harness.base.errors import HarnessError
 from harness.base.metrics import METRICS
 from harness.imports.write import import_file
 from harness.numbers.summarize import summarize
 from harness.records.manifest import read_run, write_run
 from harness.records.records import Request, read_requests
+from harness.records.run_data import load as load_run
 from harness.report.export import choose_format, export_as
+from harness.report.sentences import design_sentence
+from harness.report.vllm_bench import bench_results
 from harness.scenario import Arrivals, Load, Server
 from harness.scenario.plan import Cell
 from tests.support.command import called
 from tests.support.made_runs import request, scenario, write_made_run
+from tests.support.stored_runs import SOURCES, run_directory
 from tests.support.wording import Wording
 
 
@@ -93,6 +98,63 @@ def test_results_without_lists_come_back_with_the_same_numbers(run: Path, tmp_pa
     assert numbers.output_tok_s == values[0]["output_throughput"]
 
 
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_a_result_has_the_numbers_of_the_report_or_a_note(name: str, tmp_path: Path) -> None:
+    """A stage and a load of a mix have no result: answers of other loads are in their time."""
+    folder = run_directory(SOURCES[name], tmp_path / "runs")
+    cells, run = {cell.id: cell for cell in summarize(folder).cells}, read_run(folder)
+    exported = bench_results(load_run(folder))
+    assert set(exported.left_out) == {f"{cell.server}/{cell.load}" for cell in run.cells if set(cell.load) & set("@.")}
+    assert set(exported.notes) == NOTED.get(name, set())
+    for cell, content in exported.results:
+        numbers = cells[cell].numbers
+        if f"{content['server']}/{content['load']}" in exported.notes:
+            continue
+        if numbers.output_tok_s is not None:
+            assert content["output_throughput"] == pytest.approx(numbers.output_tok_s, rel=0.02)
+        for key, latency in (("mean_ttft_ms", numbers.ttft), ("mean_tpot_ms", numbers.tpot)):
+            if content[key] is not None:
+                assert latency.mean is not None and content[key] / 1000 == pytest.approx(latency.mean, rel=0.02)
+
+
+# Users that leave before the end of an answer, timed loads of a few answers, and an open loop of three seconds.
+NOTED = {
+    "chat": {"one/people"},
+    "capacity": {"one/users-2", "one/users-4", "one/users-8"},
+    "open-loop": {"one/wave"},
+}
+
+
+def test_rows_without_a_result_are_named(tmp_path: Path, wording: Wording) -> None:
+    """The others are written; without others it is an error that says what to export in their place."""
+    names = ("mix", "stages", "chat")
+    for name in names:
+        run_directory(SOURCES[name], tmp_path / "runs")
+    mix, stages, chat = (called("export", name, "--to", "vllm-bench.json", cwd=tmp_path) for name in names)
+    assert (mix.code, mix.out.split()) == (0, ["vllm-bench.r1-one-chat.json", "vllm-bench.r1-one-job.json"])
+    assert (stages.code, chat.code) == (1, 0) and not list(tmp_path.glob("*people@*"))
+    sweep = called("export", "stages", "--to", "vllm-bench-sweep.json", cwd=tmp_path)
+    one_row = called("export", "stages", "--to", "vllm-bench.json", "--row", "one/people@6", cwd=tmp_path)
+    assert [done.code for done in (sweep, one_row)] == [1, 1]
+    assert called("export", "stages", "--to", "github-action-benchmark.json", cwd=tmp_path).code == 0
+    wording([done.err for done in (mix, stages, chat, one_row)])
+
+
+def test_a_tpot_of_bundled_tokens_is_null(tmp_path: Path) -> None:
+    """vLLM's formula takes the first chunk for one token: of five tokens in each chunk it gives a shorter TPOT."""
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        common = {"cell": cell.id, "load": cell.load, "process": process, "output_tokens": 25}
+        bundles: dict[str, Any] = {"chunks_s": [0.5, 1.0, 1.5, 2.0, 2.5], "ended_s": 2.5, "asked_tokens": 25}
+        return [request(id=f"{cell.id}-{n}", index=n, sent_s=start_s + 3 * n, **common, **bundles) for n in range(9)]
+
+    load = Load(user="batch", requests=9, output_tokens=25)
+    write_made_run(tmp_path / "made", made_of=scenario(loads={"x": load}, repeats=1), requests=requests)
+    (first, _) = bench_results(load_run(tmp_path / "made")).results
+    assert [first.content[f"{name}_tpot_ms"] for name in ("mean", "median", "std", "p90")] == [None] * 4
+    assert first.content["mean_ttft_ms"] == pytest.approx(500) and first.content["mean_itl_ms"] == pytest.approx(500)
+
+
 def test_what_no_request_shows_is_null(tmp_path: Path) -> None:
     """Answers in one piece have no TTFT, a server without counts has no tokens; neither is 0."""
 
@@ -101,7 +163,7 @@ def test_what_no_request_shows_is_null(tmp_path: Path) -> None:
         common = {"cell": cell.id, "load": cell.load, "process": process, **whole}
         return [request(id=f"{cell.id}-{n}", index=n, sent_s=start_s + n, **common) for n in range(4)]
 
-    load = Load(user="chat", arrivals=Arrivals(rate=2.0, spacing="even"), duration_s=4.0, stream=False)
+    load = Load(user="chat", arrivals=Arrivals(rate=2.0, spacing="even"), requests=4, stream=False)
     made = scenario(loads={"x": load}, repeats=1, servers={"a": scenario().servers["a"]})
     write_made_run(tmp_path / "made", made_of=made, requests=requests)
     (file,) = export_as(tmp_path / "made", tmp_path / "vllm-bench.json", "vllm-bench", detailed=True)
@@ -141,6 +203,27 @@ def test_the_files_of_the_action_have_one_direction_each(tmp_path: Path) -> None
     assert "made" in entry["extra"]
     (only, _) = export_as(run, tmp_path / "b.json", "github-action-benchmark", row="b/x")
     assert {entry["name"].partition(":")[0] for entry in json.loads(only.read_text())} == {"b / x"}
+
+
+def test_failed_requests_are_in_the_history(tmp_path: Path) -> None:
+    """Of a load that allows some; an entry of a load without any has no such line."""
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        common = {"cell": cell.id, "load": cell.load, "process": process}
+        lost: dict[str, Any] = {"error": "rejected", "chunks_s": [], "output_tokens": None, "first_visible_s": None}
+        failed = [lost if n % 3 == 2 and cell.server == "a" else {} for n in range(24)]
+        return [
+            request(id=f"{cell.id}-{n}", index=n, sent_s=start_s + n, **common, **fields)
+            for n, fields in enumerate(failed)
+        ]
+
+    made = scenario(loads={"x": Load(user="batch", requests=24)}, repeats=1, max_error_rate=1.0)
+    write_made_run(tmp_path / "made", made_of=made, requests=requests)
+    files = export_as(tmp_path / "made", tmp_path / "g.json", "github-action-benchmark")
+    entries = [entry for file in files for entry in json.loads(file.read_text())]
+    assert entries
+    for entry in entries:
+        assert ("8 of 24 requests failed" in entry["extra"].splitlines()) == entry["name"].startswith("a / x"), entry
 
 
 @pytest.mark.parametrize(
@@ -190,11 +273,37 @@ def test_what_a_result_says_of_itself_survives_a_round_trip(tmp_path: Path) -> N
     imported = import_file(file, tmp_path / "imported", None, None)
     manifest = read_run(imported)
     assert manifest.simulated and [(cell.server, cell.load) for cell in manifest.cells] == [("engine", "x")]
+    origin = manifest.origin
+    assert origin is not None and (origin.tool, origin.version) == ("amd-llm-load", __version__)
+    assert design_sentence(manifest).count(f"amd-llm-load {__version__}") == 1
+    assert set(origin.definitions) == {"output_tok_s", "requests_per_s", "wall"}, "its times are ours"
     again = export_as(imported, tmp_path / "vllm-bench-2.json", "vllm-bench")
     value = json.loads(again[0].read_text())
     assert value["simulated"] is value["imported"] is True
     entries = json.loads(export_as(imported, tmp_path / "g.json", "github-action-benchmark")[0].read_text())
     assert all("SIMULATED" in entry["extra"] and "UNCHECKED" in entry["extra"] for entry in entries)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tool": "amd-llm-load 0.1.0 (really)"}, {"tool": "amd-llm-load <b>1</b>"}, {"tool": "amd-llm-load 1"},
+        {"tool": "amd-llm-load 0.1.0\n"}, {"tool": "amd-llm-load ٠.١.٠"}, {"tool": ["amd-llm-load 0.1.0"]},
+        {"repeat": ...},
+    ],
+)  # fmt: skip
+def test_a_file_that_only_resembles_ours_does_not_name_us(change: dict[str, Any], tmp_path: Path) -> None:
+    write_made_run(tmp_path / "made", made_of=scenario(repeats=1))
+    (file, *_) = export_as(tmp_path / "made", tmp_path / "vllm-bench.json", "vllm-bench", detailed=True)
+    value = {key: field for key, field in (json.loads(file.read_text()) | change).items() if field is not ...}
+    file.write_text(json.dumps(value))
+    if not isinstance(value["tool"], str):
+        with pytest.raises(HarnessError):
+            import_file(file, tmp_path / "imported")
+        return
+    manifest = read_run(import_file(file, tmp_path / "imported"))
+    assert manifest.origin is not None and manifest.origin.tool == "vllm bench serve"
+    assert [cell.server for cell in manifest.cells] == ["running"]
 
 
 def test_a_search_is_no_result(tmp_path: Path) -> None:
