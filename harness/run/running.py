@@ -233,11 +233,19 @@ def create_run(
         ) from None
     connection = None if remote is None else remote[0]
     if connection is not None and manifest.remote is not None:
-        connection.report = progress.line
-        if target is not None and (note := other_machine_note(target.url, manifest.machine.name, manifest.remote)):
-            progress.line(f"--telemetry: {note.text}")
+        report_telemetry(connection, experiment, manifest.machine.name, manifest.remote, progress)
     file = RunFile(folder, manifest, progress.on_end, make_reference, connection)
     return Running(file, experiment, progress, remote=connection)
+
+
+def report_telemetry(
+    connection: RemoteTelemetry, experiment: Experiment, own_name: str, remote: RemoteMachine, progress: Progress
+) -> None:
+    """Print from now on what becomes of a connection, and whether its machine may not be the server's."""
+    connection.report = progress.line
+    target = experiment.target
+    if target is not None and (note := other_machine_note(target.url, own_name, remote)) is not None:
+        progress.line(f"--telemetry: {note.text}")
 
 
 def manifest_of(
