@@ -146,9 +146,9 @@ class RemoteTelemetry:
             if path is not None:
                 self._cells.append(_CellTime(path, cell, now_s))
 
-    def wait_for_sample(self, after_s: float) -> None:
-        """Wait until a sample from after a time of our clock has come: 2 s, or as much longer as samples are late."""
-        until_s = time.monotonic() + min(_LAST_SAMPLE_S + self._late_s, _MAX_LATE_S)
+    def wait_for_sample(self, after_s: float, *, late: bool = False) -> None:
+        """Wait until a sample from after a time of our clock has come, at most 2 s. `late`: longer, as samples are."""
+        until_s = time.monotonic() + min(_LAST_SAMPLE_S + self._late_s * late, _MAX_LATE_S)
         while self._newest_s < after_s and time.monotonic() < until_s and not self._stop.is_set():
             time.sleep(0.05)
 
@@ -327,7 +327,7 @@ class RemoteSampler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._remote.wait_for_sample(time.time())
+            self._remote.wait_for_sample(time.time(), late=True)
         self._remote.sample_to(None)
 
 

@@ -243,3 +243,25 @@ def test_new_lines_of_the_kernel_log_are_read_once_and_bounded(tmp_path: Path) -
     lines = log.read() or []
     assert (lines[0].text, len(lines)) == ("amdgpu: torn", MAX_KERNEL_LINES)
     log.close()
+
+
+@pytest.mark.parametrize(
+    ("after", "texts", "is_complete"),
+    [
+        (None, [], False),
+        (5, ["amdgpu: 7", "amdgpu: 8"], False),  # the log has dropped record 6
+        (6, ["amdgpu: 7", "amdgpu: 8"], True),
+        (8, [], True),
+        (20, [], False),  # the machine has started again
+    ],
+)
+def test_the_log_after_a_record(tmp_path: Path, after: int | None, texts: list[str], is_complete: bool) -> None:
+    (tmp_path / "dev").mkdir()
+    now_us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+    lines = [f"3,{number},{now_us},-;amdgpu: {number}\n" for number in range(7, 9)]
+    (tmp_path / "dev/kmsg").write_text("".join(lines))
+    log = KernelLog(tmp_path, numbered=True, after=after)
+    assert (log.sequence, log.is_complete) == (8, is_complete)
+    assert [line.text for line in log.read() or []] == texts
+    assert log.read() == []
+    log.close()
