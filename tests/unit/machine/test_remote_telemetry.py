@@ -468,16 +468,16 @@ def test_lines_of_the_kernel_from_the_time_without_a_connection(
         with (root / "dev/kmsg").open("a") as log:
             log.write(LINE.format(number=8, age_us=now_us))
         at_s = time.time()
+        until(lambda: time.time() > at_s + 1.0)  # more than the error of the clocks
         sampler.cell = "b"
         gate.touch()
         until(lambda: "b" in read_telemetry(path))
     remote.close()
     kept = read_telemetry(path)
-    found = [line for one in kept["a"] for line in one.kernel or []]
-    assert [line.wall_s for line in found] == [pytest.approx(at_s, abs=1.0)]
+    assert len([line for one in kept["a"] for line in one.kernel or []]) == 1
     assert [line for one in kept["b"] for line in one.kernel or []] == []
     lost_s = [one.kernel_lost_s for samples in kept.values() for one in samples if one.kernel_lost_s]
-    assert len(lost_s) == (0 if is_complete else 2) and all(0 < lost < 60 for lost in lost_s)
+    assert len(lost_s) == (0 if is_complete else 2) and all(lost > 1.0 for lost in lost_s)
 
 
 OTHER = """
@@ -488,27 +488,31 @@ print(start if first else start.replace("mi-box", "other-box"), flush=True)
 for number in range(1, 6):
     sys.stdin.readline()
     print('{{"kind":"pong","number":%d,"wall_s":1.0,"monotonic_s":%f}}' % (number, time.monotonic()), flush=True)
-for _ in range(2 if first else 1000):
-    print('{{"kind":"sample","wall_s":1.0,"monotonic_s":%f,"host":{{"cpu_busy":0.5}}}}' % time.monotonic(), flush=True)
+while not (first and os.path.exists({gate!r})):
+    sample = '{{"kind":"sample","wall_s":1.0,"monotonic_s":%f,"host":{{"cpu_busy":%g}}}}'
+    print(sample % (time.monotonic(), 0.5 if first else 0.9), flush=True)
     time.sleep(0.3)
 """
 
 
 def test_another_machine_ends_the_telemetry(ssh: Callable[[str], None], tmp_path: Path, wording: Wording) -> None:
     start = msgspec.structs.replace(START, machine={"name": "mi-box"})
-    ssh(OTHER.format(mark=str(tmp_path / "mark"), start=msgspec.json.encode(start).decode()))
+    gate = tmp_path / "gate"
+    ssh(OTHER.format(mark=str(tmp_path / "mark"), gate=str(gate), start=msgspec.json.encode(start).decode()))
     remote, path = RemoteTelemetry(parse_address("ssh://gpu-box")), tmp_path / "telemetry.jsonl"
     reports: list[str] = []
     remote.report = reports.append
     assert remote.start().machine.name == "mi-box"
     with RemoteSampler(remote, "a", path):
+        until(path.exists)
+        gate.touch()
         until(lambda: len(reports) == 2)
     remote.close()
     (loss,) = remote.losses()
     assert loss.lasted_s is None
     wording(loss.reason)
     wording(reports[1])
-    assert 1 <= len(read_telemetry(path)["a"]) <= 2
+    assert {one.host for one in read_telemetry(path)["a"]} == {HostSample(cpu_busy=0.5)}
 
 
 def test_why_a_connection_stays_closed_is_the_reason(
