@@ -81,6 +81,9 @@ def worker(
 @cli.command(short_help="Sample this machine's GPUs, for a harness elsewhere.")
 def telemetry(
     jsonl: Annotated[bool, cli.flag("--jsonl", "A line of JSON each second, until the standard input ends.")] = False,
+    kernel_after: Annotated[
+        int | None, cli.option("NUMBER", "Of --jsonl: the kernel's lines after this record.", min=0, hidden=True)
+    ] = None,
 ) -> None:
     """Print the GPUs, the memory and the kernel log of this machine as `harness run --telemetry ssh://HOST` reads them.
 
@@ -93,6 +96,6 @@ def telemetry(
     from harness.report.terminal import print_page
 
     if jsonl:
-        send_telemetry(__version__)
+        send_telemetry(__version__, kernel_after)
         return
     print_page([plain_grid(("GPU", "What", "Value"), read_now())], cli.console())

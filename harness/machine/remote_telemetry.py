@@ -11,8 +11,8 @@ import shlex
 import subprocess
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple
@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from harness.base import process
 from harness.base.errors import HarnessError
 from harness.base.redact import masked, printable
-from harness.machine.remote_facts import MAX_GPUS, check_machine
+from harness.machine.remote_facts import MAX_GPUS, SampleCheck, check_machine
 from harness.machine.ssh_address import SshAddress, connection_advice, parse_address
 from harness.machine.telemetry import MAX_KERNEL_LINES
 from harness.machine.telemetry_stream import (
@@ -42,7 +42,7 @@ _PINGS = 5  # at the start; the fastest answer tells the clocks' difference
 _PING_S = 5.0  # for each of them
 _KEPT_READINGS = 6
 _RETRY_S = (5.0, 15.0, 60.0)  # before a lost connection is opened again
-_LAST_SAMPLE_S = 2.0  # after the end of a cell
+_LAST_SAMPLE_S, _MAX_LATE_S = 2.0, 10.0  # after the end of a cell; at most, where samples come late
 
 MAX_LINE_BYTES = 262_144
 MAX_BAD_BYTES = 16 * 2**20  # since the last good line: more is no telemetry
@@ -53,6 +53,7 @@ _MAX_SILENCE_S = 30.0  # without a line: the other machine or the connection han
 _LASTING_S = 60.0  # a connection that ends earlier is opened again after a longer time
 _MIN_INTERVAL_S = 0.2  # between samples that are kept
 _MAX_AGE_S, _MAX_AHEAD_S = 120.0, 5.0  # of a sample's time on our clock
+_MAX_EARLY = 10  # samples before the first reading of the clocks
 _MAX_SENSORS = 32
 _MAX_TEXT = 400  # characters of a line of the kernel log
 _MAX_ERRORS = 4096  # bytes of what ssh prints
@@ -69,9 +70,23 @@ class ClockPair(NamedTuple):
     error_s: float  # at most, either way: half of the time between question and answer
 
 
+class _CellTime(NamedTuple):
+    """The time of a cell on our clock, and the file of its samples."""
+
+    path: Path
+    cell: str
+    begin_s: float
+    end_s: float = math.inf
+
+
+class _OtherMachineError(HarnessError):
+    """Another machine answers than at the start."""
+
+
 class RemoteTelemetry:
     """The connection to a server's machine. `start` opens it; samples go to the file that `sample_to` names.
 
+    A sample belongs to the cell in whose time it was taken, also when it comes later.
     `report` is called with a sentence when the connection is lost, and when it is open again.
     """
 
@@ -81,7 +96,15 @@ class RemoteTelemetry:
         self.report: Callable[[str], None] = lambda text: None
         self._losses: list[ConnectionLoss] = []
         self._started_s = time.monotonic()
-        self._sink: tuple[Path, str] | None = None
+        self._cells: list[_CellTime] = []
+        self._check = SampleCheck()
+        self._name = ""  # of the machine
+        self._boot: str | None = None  # its id
+        self._late_s = 0.0  # the age of the newest sample when it came
+        self._log_until_s = time.time()  # until then the kernel log there was read
+        self._sequence: int | None = None  # of its newest record that came; None: it cannot be read
+        self._is_reopened = self._has_lost_log = False  # before the next sample; without the log from meanwhile
+        self._skipped: list[KernelLine] = []  # of samples that came too soon after another
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._newest_s = -math.inf  # time of the newest sample that was kept, on our clock
@@ -96,35 +119,44 @@ class RemoteTelemetry:
             what = f"--telemetry: ssh cannot be started ({error.strerror})"
             raise HarnessError(what, next_step="Install the package openssh-client.") from None
         try:
-            start, clock = session.wait_for_start()
+            start = session.wait_for_start()
+            machine, dropped = check_machine(start.machine)
+            self._name, self._check = machine.name, SampleCheck(machine)
+            self._boot, self._sequence = start.boot, start.kernel_sequence
+            clock = session.wait_for_clock()
         except BaseException:
             session.close()
             raise
         self._thread.start()
-        machine, dropped = check_machine(start.machine)
         return RemoteMachine(
+            host=self.address.host,
             machine=machine,
-            harness=printable(start.harness[:100]),
+            harness=masked(printable(start.harness[:100])),
             offset_s=clock.offset_s,
             error_s=clock.error_s,
             dropped=dropped,
         )
 
     def sample_to(self, path: Path | None, cell: str = "") -> None:
-        """Append samples to a file from now on, as those of a cell; None: drop them."""
+        """Append samples from now on to a file, as those of a cell; None: drop them."""
+        now_s = time.time()
         with self._lock:
-            self._sink = None if path is None else (path, cell)
+            if self._cells and self._cells[-1].end_s == math.inf:
+                self._cells[-1] = self._cells[-1]._replace(end_s=now_s)
+            if path is not None:
+                self._cells.append(_CellTime(path, cell, now_s))
 
-    def wait_for_sample(self, after_s: float) -> None:
-        """Wait until a sample from after a time of our clock has been kept; at most 2 s."""
-        until_s = time.monotonic() + _LAST_SAMPLE_S
+    def wait_for_sample(self, after_s: float, *, late: bool = False) -> None:
+        """Wait until a sample from after a time of our clock has come, at most 2 s. `late`: longer, as samples are."""
+        until_s = time.monotonic() + min(_LAST_SAMPLE_S + self._late_s * late, _MAX_LATE_S)
         while self._newest_s < after_s and time.monotonic() < until_s and not self._stop.is_set():
             time.sleep(0.05)
 
     def close(self) -> None:
+        """End the connection. Samples that come later are dropped."""
         self._stop.set()
         with self._lock:
-            self._sink, session = None, self._session
+            session = self._session
         if session is not None:
             session.close()
         if self._thread.is_alive():
@@ -132,12 +164,48 @@ class RemoteTelemetry:
 
     def _keep(self, sample: TelemetrySample) -> None:
         with self._lock:
-            if self._sink is None or sample.wall_s - self._newest_s < _MIN_INTERVAL_S:
+            if self._stop.is_set():
                 return
-            path, cell = self._sink
-            self._newest_s = sample.wall_s
-            with contextlib.suppress(OSError):  # a full disk ends the run by other means
-                append_sample(path, replace(sample, cell=cell))
+            if sample.kernel is not None:
+                sample = replace(sample, kernel=[*self._skipped, *sample.kernel][:MAX_KERNEL_LINES])
+            if sample.wall_s - self._newest_s < _MIN_INTERVAL_S:
+                self._skipped = sample.kernel or []
+                return
+            sample, cell = self._check.possible(sample), self._cell_at(sample.wall_s)
+            if self._is_reopened and sample.kernel is not None:
+                sample = self._with_log_of_loss(sample, sample.kernel, cell)
+            self._skipped, self._is_reopened = [], False
+            self._newest_s = self._log_until_s = sample.wall_s
+            self._late_s = max(0.0, time.time() - sample.wall_s)
+            _append(cell, sample)
+
+    def _with_log_of_loss(
+        self, sample: TelemetrySample, lines: Sequence[KernelLine], cell: _CellTime | None
+    ) -> TelemetrySample:
+        """Return the first sample after a lost connection with the kernel's lines of its cell.
+
+        Cells that ended meanwhile get theirs in a sample of their own, without values. `kernel_lost_s`: lines are
+        missing.
+        """
+        lost_s = max(0.0, sample.wall_s - self._log_until_s) if self._has_lost_log else None
+        by_cell: dict[_CellTime | None, list[KernelLine]] = defaultdict(list)
+        for line in lines:
+            by_cell[self._cell_at(line.wall_s)].append(line)
+        for ended in self._cells:
+            if self._log_until_s <= ended.end_s < sample.wall_s:
+                only_log = TelemetrySample(
+                    wall_s=sample.wall_s, cell="", kernel=by_cell.get(ended, []), kernel_lost_s=lost_s
+                )
+                _append(ended, only_log)
+        return replace(sample, kernel=by_cell.get(cell, []), kernel_lost_s=lost_s)
+
+    def _cell_at(self, wall_s: float) -> _CellTime | None:
+        return next((cell for cell in reversed(self._cells) if cell.begin_s <= wall_s < cell.end_s), None)
+
+    def impossible(self) -> list[str]:
+        """What samples had that the machine cannot have, by its path."""
+        with self._lock:
+            return [f"samples.{path}" for path in self._check.dropped]
 
     def losses(self) -> list[ConnectionLoss]:
         """The times without a connection until now."""
@@ -154,6 +222,7 @@ class RemoteTelemetry:
                 if not self._stop.is_set():
                     self._note_loss(session.failure())
                 session.close()
+                self._sequence = session.kernel_sequence if session.kernel_sequence is not None else self._sequence
                 attempt = 0 if time.monotonic() - session.opened_s > _LASTING_S else attempt
             if self._stop.wait(_RETRY_S[min(attempt, len(_RETRY_S) - 1)]):
                 return
@@ -181,16 +250,28 @@ class RemoteTelemetry:
     def _reopened(self) -> "_SshRun | None":
         session = None
         try:
-            session = _SshRun(self.address, self._keep)
+            options = () if self._sequence is None else ("--kernel-after", f"{self._sequence}")
+            line_age_s = _MAX_AGE_S + max(0.0, time.time() - self._log_until_s)
+            session = _SshRun(self.address, self._keep, options, line_age_s)
             with self._lock:
                 self._session = session  # `close` ends it, also while it connects
             if not self._stop.is_set():
-                session.wait_for_start()
+                start = session.wait_for_start()
+                self._require_same_machine(start)
+                with self._lock:
+                    has_log = start.kernel_complete and start.boot is not None and start.boot == self._boot
+                    self._is_reopened, self._has_lost_log = True, not has_log
+                session.wait_for_clock()
                 losses = self.losses()
                 lasted_s = time.monotonic() - self._started_s - losses[-1].after_s
                 self._change_loss(lasted_s=lasted_s)
                 self.report(f"--telemetry: the connection to {self.address.host} is open again")
                 return session
+        except _OtherMachineError as error:
+            self.last_failure = error.what
+            self._change_loss(reason=error.what)
+            self.report(f"--telemetry: {error.what}. No more samples are taken")
+            self._stop.set()
         except (OSError, HarnessError) as error:
             # The first reason is often only that the connection ended; the reason that it stays closed says more.
             printed = None if session is None else session.printed_reason()
@@ -200,6 +281,19 @@ class RemoteTelemetry:
         if session is not None:
             session.close()
         return None
+
+    def _require_same_machine(self, start: StartRecord) -> None:
+        """Raise _OtherMachineError when a machine of another name answers."""
+        name = check_machine(start.machine)[0].name
+        if name != self._name:
+            raise _OtherMachineError(f"the machine there is now {name}, and was {self._name}")
+
+
+def _append(cell: _CellTime | None, sample: TelemetrySample) -> None:
+    """Write a sample to the file of its cell; one from between two cells is dropped."""
+    if cell is not None:
+        with contextlib.suppress(OSError):  # a full disk ends the run by other means
+            append_sample(cell.path, replace(sample, cell=cell.cell))
 
 
 class RemoteSampler:
@@ -233,28 +327,37 @@ class RemoteSampler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._remote.wait_for_sample(time.time())
+            self._remote.wait_for_sample(time.time(), late=True)
         self._remote.sample_to(None)
 
 
 class _SshRun:
     """One run of ssh. Its output is read in a thread, in bounded memory."""
 
-    def __init__(self, address: SshAddress, keep: Callable[[TelemetrySample], None]) -> None:
+    def __init__(
+        self,
+        address: SshAddress,
+        keep: Callable[[TelemetrySample], None],
+        options: Sequence[str] = (),
+        line_age_s: float = _MAX_AGE_S,
+    ) -> None:
+        self.kernel_sequence: int | None = None  # of the newest record of the kernel log that came
         self._address = address
         self._keep = keep
+        self._line_age_s = line_age_s
+        self._early: list[StreamSample] = []
         self._start: StartRecord | None = None
         self._asked: dict[int, tuple[float, float]] = {}  # by number: our monotonic and wall clock when it was asked
         self._number = 0
         self._clocks: deque[ClockPair] = deque(maxlen=_KEPT_READINGS)
         self._changed = threading.Condition()
-        self._is_over = False
+        self._is_over = self._is_closed = False
         self._records = 0
         self.opened_s = self._heard_s = time.monotonic()
         self._why = ""  # what it sent that is no telemetry
         self._errors = b""
         self.child = subprocess.Popen(
-            address.words(),
+            address.words(*options),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -267,16 +370,21 @@ class _SshRun:
         for reader in self._readers:
             reader.start()
 
-    def wait_for_start(self) -> tuple[StartRecord, ClockPair]:
-        """Return the start record and the best reading of the clocks. Raises HarnessError."""
+    def wait_for_start(self) -> StartRecord:
+        """Return the start record. Raises HarnessError."""
         with self._changed:
             self._changed.wait_for(lambda: self._start is not None or self._is_over, START_S)
             start = self._start
         if start is None:
             raise self._start_error()
         if start.version != STREAM_VERSION:
-            what = f"--telemetry: the harness on {self._address.host} ({printable(start.harness[:50])}) sends another "
-            raise HarnessError(f"{what}format", next_step="Install the same version on both machines.")
+            version = masked(printable(start.harness[:50]))
+            what = f"--telemetry: the harness on {self._address.host} ({version}) sends another format"
+            raise HarnessError(what, next_step="Install the same version on both machines.")
+        return start
+
+    def wait_for_clock(self) -> ClockPair:
+        """Return the best reading of the clocks; before it no sample is kept. Raises HarnessError."""
         for _ in range(_PINGS):
             readings = len(self._clocks)
             self.ping()
@@ -285,7 +393,7 @@ class _SshRun:
         if (clock := self._clock()) is None:
             what = f"--telemetry: {self._address.host} does not answer questions about its clock"
             raise HarnessError(what, next_step=f"Try it there: {self._address.trial()}")
-        return start, clock
+        return clock
 
     def ping(self) -> None:
         with self._changed:
@@ -315,7 +423,10 @@ class _SshRun:
                 due_s = time.monotonic() + PING_EVERY_S
 
     def close(self) -> None:
-        """End ssh; the process there ends with its input. It takes a second at most."""
+        """End ssh; the process there ends with its input. It takes a second at most. A second call does nothing."""
+        if self._is_closed:  # the process group may be another program's by now
+            return
+        self._is_closed = True
         with contextlib.suppress(OSError, ValueError):
             assert self.child.stdin is not None
             self.child.stdin.close()
@@ -347,7 +458,7 @@ class _SshRun:
 
     def _error_text(self, *, whole: bool = False) -> str:
         """The last line that ssh printed, or all that is kept of it."""
-        text = printable(masked(self._errors.decode("utf-8", "replace"), "known")).strip()
+        text = printable(masked(self._errors.decode("utf-8", "replace"))).strip()
         return text if whole or not text else text.splitlines()[-1][:300]
 
     def _start_error(self) -> HarnessError:
@@ -428,10 +539,20 @@ class _SshRun:
         if isinstance(record, ClockReading):
             return self._take_reading(record, arrived_s)
         clock = self._clock()
-        sample = None if clock is None else on_our_clock(record, clock, time.time())
-        if sample is not None:
-            self._keep(sample)
-        return clock is None or sample is not None
+        if clock is None:
+            self._early = [*self._early, record][:_MAX_EARLY]
+            return True
+        early, self._early = self._early, []
+        return [self._keep_sample(sample, clock) for sample in (*early, record)][-1]
+
+    def _keep_sample(self, record: StreamSample, clock: ClockPair) -> bool:
+        """Keep a sample. Return whether it can be from the last minutes."""
+        sample = on_our_clock(record, clock, time.time(), self._line_age_s)
+        if sample is None:
+            return False
+        self._keep(sample)
+        self.kernel_sequence = record.kernel_sequence
+        return True
 
     def _take_reading(self, reading: ClockReading, arrived_s: float) -> bool:
         with self._changed:
@@ -462,9 +583,12 @@ def bounded_lines(stream: IO[bytes]) -> Iterator[bytes | None]:
             is_cut, rest = True, b""
 
 
-def on_our_clock(record: StreamSample, clock: ClockPair, now_s: float) -> TelemetrySample | None:
+def on_our_clock(
+    record: StreamSample, clock: ClockPair, now_s: float, line_age_s: float = _MAX_AGE_S
+) -> TelemetrySample | None:
     """Return a sample with the times of our clock; None where it cannot be from the last minutes.
 
+    `line_age_s`: the age that a line of the kernel log can have.
     The other machine's monotonic clock decides, so that a step of its wall clock changes nothing.
     """
     wall_s = clock.wall_s + record.monotonic_s - clock.monotonic_s
@@ -475,7 +599,7 @@ def on_our_clock(record: StreamSample, clock: ClockPair, now_s: float) -> Teleme
     if record.kernel is not None:
         kernel = [
             KernelLine(
-                wall_s=wall_s - max(0.0, min(record.wall_s - line.wall_s, _MAX_AGE_S)),
+                wall_s=wall_s - max(0.0, min(record.wall_s - line.wall_s, line_age_s)),
                 text=masked(printable(line.text[:_MAX_TEXT]).replace("\n", " "), "all"),
             )
             for line in record.kernel[:MAX_KERNEL_LINES]
@@ -494,7 +618,9 @@ def _bounded_gpu(gpu: GpuSample) -> GpuSample:
     """Return a sample of a GPU with at most so many sensors, whose names can be printed."""
 
     def bounded(values: dict[str, float]) -> dict[str, float]:
-        return {printable(name[:40]).replace("\n", " "): value for name, value in [*values.items()][:_MAX_SENSORS]}
+        return {
+            masked(printable(name[:40]).replace("\n", " ")): value for name, value in [*values.items()][:_MAX_SENSORS]
+        }
 
     held_back = None if gpu.held_back is None else bounded(gpu.held_back)
     return replace(gpu, temperatures_c=bounded(gpu.temperatures_c), held_back=held_back)

@@ -31,9 +31,9 @@ class SshAddress(NamedTuple):
     command: tuple[str, ...]  # the harness there
     config: str | None  # of ssh, on this machine
 
-    def words(self) -> list[str]:
-        """The command line of ssh. The remote shell gets each word in quotes."""
-        return ["ssh", *self._own_options(), *_SSH, "--", *self._remote_words()]
+    def words(self, *more: str) -> list[str]:
+        """The command line of ssh. The remote shell gets each word in quotes. `more`: options of the command there."""
+        return ["ssh", *self._own_options(), *_SSH, "--", *self._remote_words(*more)]
 
     def trial(self) -> str:
         """The command with which a user tries it."""
@@ -53,9 +53,9 @@ class SshAddress(NamedTuple):
     def _own_options(self) -> list[str]:
         return [*(["-F", self.config] if self.config else []), *(["-p", str(self.port)] if self.port else [])]
 
-    def _remote_words(self) -> list[str]:
+    def _remote_words(self, *more: str) -> list[str]:
         target = self.host if self.user is None else f"{self.user}@{self.host}"
-        return [target, shlex.join([*self.command, "telemetry", "--jsonl"])]
+        return [target, shlex.join([*self.command, "telemetry", "--jsonl", *more])]
 
 
 def parse_address(text: str) -> SshAddress:

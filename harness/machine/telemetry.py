@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from harness.records.samples import (
     TelemetrySample,
     append_sample,
 )
+from harness.records.value_limits import MAX_BYTES, MAX_W
 
 Files = Mapping[str, bytes]  # content by path below the root, without a slash in front
 
@@ -44,8 +45,6 @@ SENSORS = (
 # Of a control group, version 2 and 1. A host without systemd has version 1.
 CGROUP_FILES = ("cpu.stat", "memory.current", "cpuacct.usage", "memory.usage_in_bytes", "memory.stat")
 
-MAX_W = 10_000.0  # of one GPU or package; the largest Instinct takes 1,400
-MAX_BYTES = 1 << 50  # of one memory
 MIN_RATE_S = 0.2  # CPU time is counted in ticks of 10 ms: over less, a rate would be noise
 
 _GPU = re.compile(r"^sys/class/drm/(renderD\d+)/device/(?:hwmon/hwmon\d+/)?([^/]+)$")
@@ -362,19 +361,30 @@ def _parse_int(content: bytes | None) -> int | None:
 MAX_KERNEL_LINES = 50  # that one reading keeps: a driver in trouble logs thousands
 _MAX_LINE_CHARS = 400
 _MAX_KERNEL_READS = 2000  # of one call
+_MAX_RING_READS = 200_000  # records in the whole log: a reading of it is bounded
 _KERNEL_TOPICS = re.compile(
     r"amdgpu|\[drm|\bkfd\b|AMD-Vi|[Oo]ut of memory|oom-kill|thermal|Machine check|segfault", re.IGNORECASE
 )
 
 
 class KernelLog:
-    """The kernel log from now on. A record is `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT` (Linux, dev-kmsg)."""
+    """The kernel log from now on. A record is `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT` (Linux, dev-kmsg).
 
-    def __init__(self, root: Path) -> None:
+    `numbered`: read what the log has until now for `sequence`, the number of the newest record that was read.
+    `after`: the first lines are those of the records after this number; `is_complete`: the log still had all of them.
+    """
+
+    def __init__(self, root: Path, *, numbered: bool = False, after: int | None = None) -> None:
+        self.sequence: int | None = None
+        self.is_complete = False
         self._rest = b""
+        self._earlier: list[KernelLine] = []
         try:
             self._file: int | None = os.open(root / "dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.lseek(self._file, 0, os.SEEK_END)
+            if numbered:
+                self._read_earlier(after)
+            else:
+                os.lseek(self._file, 0, os.SEEK_END)
         except OSError:  # not allowed, or a container without it
             self._file = None
 
@@ -382,21 +392,41 @@ class KernelLog:
         """Return the new lines that matter; None if this process may not read the log."""
         if self._file is None:
             return None
-        kernel_lines: list[KernelLine] = []
-        for _ in range(_MAX_KERNEL_READS):
+        kernel_lines, self._earlier = self._earlier, []
+        for raw in self._records(_MAX_KERNEL_READS):
+            if len(kernel_lines) < MAX_KERNEL_LINES and (line := _parse_kernel_line(raw)) is not None:
+                kernel_lines.append(line)
+        return kernel_lines
+
+    def _read_earlier(self, after: int | None) -> None:
+        """Read what the log has until now, and keep the lines of the records after a number."""
+        oldest = None
+        for raw in self._records(_MAX_RING_READS):
+            oldest = self.sequence if oldest is None else oldest
+            is_wanted = after is not None and self.sequence is not None and self.sequence > after
+            if is_wanted and len(self._earlier) < MAX_KERNEL_LINES and (line := _parse_kernel_line(raw)) is not None:
+                self._earlier.append(line)
+        if after is not None and oldest is not None and self.sequence is not None:
+            self.is_complete = oldest - 1 <= after <= self.sequence
+
+    def _records(self, max_reads: int) -> Iterator[bytes]:
+        """Yield the lines of the records that were not read yet; `sequence` is that of the record."""
+        assert self._file is not None
+        for _ in range(max_reads):
             try:
                 data = os.read(self._file, 8192)
             except BlockingIOError:
-                break
+                return
             except OSError:  # EPIPE: records were overwritten before they were read
                 continue
             if not data:
-                break
+                return
             *lines, self._rest = (self._rest + data).split(b"\n")
-            kernel_lines += [line for raw in lines if (line := _parse_kernel_line(raw)) is not None][
-                : MAX_KERNEL_LINES - len(kernel_lines)
-            ]
-        return kernel_lines
+            for raw in lines:
+                number = raw.partition(b";")[0].split(b",")[1:2]
+                if number and number[0].isdigit() and len(number[0]) < 16:
+                    self.sequence = int(number[0])
+                yield raw
 
     def close(self) -> None:
         if self._file is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from harness.machine.gpus import read_machine
+from harness.machine.gpus import read_machine, read_sysfs
 from harness.machine.telemetry import INTERVAL_S, KernelLog, Meter, find_files, read_files, telemetry_root
 from harness.records.records import Number, Seconds, Whole
 from harness.records.samples import GpuSample, HostSample, KernelLine
@@ -36,6 +36,9 @@ class StartRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="star
     monotonic_s: Seconds
     interval_s: Number
     machine: dict[str, Any]  # a Machine; its receiver checks each fact
+    boot: str | None = None  # the id of this start of the machine
+    kernel_sequence: Whole | None = None  # of the newest record of the kernel log; None: it cannot be read
+    kernel_complete: bool = False  # the lines that follow have all since the record that the receiver named
 
 
 class StreamSample(Struct, frozen=True, kw_only=True, tag_field="kind", tag="sample", omit_defaults=True):
@@ -47,6 +50,7 @@ class StreamSample(Struct, frozen=True, kw_only=True, tag_field="kind", tag="sam
     gpus: dict[str, GpuSample] = {}
     host: HostSample | None = None
     kernel: list[KernelLine] | None = None
+    kernel_sequence: Whole | None = None  # of the newest record that was read
 
 
 class ClockReading(Struct, frozen=True, kw_only=True, tag_field="kind", tag="pong"):
@@ -76,9 +80,13 @@ class _Output:
             self.is_lost.set()
 
 
-def send_telemetry(version: str, interval_s: float = INTERVAL_S) -> None:
-    """Write samples to the standard output until the standard input ends; see the module. `version`: the harness'."""
+def send_telemetry(version: str, kernel_after: int | None = None, interval_s: float = INTERVAL_S) -> None:
+    """Write samples to the standard output until the standard input ends; see the module. `version`: the harness'.
+
+    `kernel_after`: the last record of the kernel log that the receiver has, whose connection was lost.
+    """
     root, output = telemetry_root(), _Output()
+    kernel_log = KernelLog(root, numbered=True, after=kernel_after)
     output.write(
         StartRecord(
             harness=version,
@@ -86,18 +94,23 @@ def send_telemetry(version: str, interval_s: float = INTERVAL_S) -> None:
             monotonic_s=time.monotonic(),
             interval_s=interval_s,
             machine=msgspec.to_builtins(read_machine(root)),
+            boot=read_sysfs(root / "proc/sys/kernel/random/boot_id"),
+            kernel_sequence=kernel_log.sequence,
+            kernel_complete=kernel_log.is_complete,
         )
     )
     # Reading a file of a driver that hangs must not keep the process alive.
-    threading.Thread(target=_keep_sampling, args=(output, interval_s), name="telemetry", daemon=True).start()
+    threading.Thread(
+        target=_keep_sampling, args=(output, kernel_log, interval_s), name="telemetry", daemon=True
+    ).start()
     _answer_pings(output)
     # Without a flush: the reader has ended.
     os._exit(0)
 
 
-def _keep_sampling(output: _Output, interval_s: float) -> None:
+def _keep_sampling(output: _Output, kernel_log: KernelLog, interval_s: float) -> None:
     root, meter = telemetry_root(), Meter()
-    files, kernel_log = find_files(root), KernelLog(root)
+    files = find_files(root)
     due_s = time.monotonic()
     while not output.is_lost.is_set():
         wall_s, clock_s = time.time(), time.monotonic()
@@ -106,7 +119,15 @@ def _keep_sampling(output: _Output, interval_s: float) -> None:
         gpus, host, _ = meter.sample(contents, clock_s)
         lines = kernel_log.read()
         output.write(
-            StreamSample(wall_s=wall_s, monotonic_s=clock_s, took_s=took_s, gpus=gpus, host=host, kernel=lines)
+            StreamSample(
+                wall_s=wall_s,
+                monotonic_s=clock_s,
+                took_s=took_s,
+                gpus=gpus,
+                host=host,
+                kernel=lines,
+                kernel_sequence=kernel_log.sequence,
+            )
         )
         due_s = max(due_s + interval_s, time.monotonic())  # do not catch up after a slow reading
         output.is_lost.wait(max(0.0, due_s - time.monotonic()))

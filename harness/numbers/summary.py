@@ -112,6 +112,7 @@ class Soak(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     events: list[KernelEvent] = []
     cpu_busy: float | None = None  # mean share of the CPU of the machine, by all programs
     kernel_log: bool | None = None  # whether it could be read; None: the machine was not sampled
+    kernel_lost_s: float = 0.0  # for so long it is not known, because the connection to the machine was lost
     word: Literal["stable", "drifts", "failed", "unknown"]
 
 

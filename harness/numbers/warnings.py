@@ -3,10 +3,12 @@
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from urllib.parse import urlsplit
 
 import numpy as np
 from msgspec.structs import replace
 
+from harness.base.process import is_loopback
 from harness.base.reason import Reason, because, sentence
 from harness.base.units import count, date_time, duration, figures, milliseconds, percent
 from harness.failures.diagnosis import scan_text
@@ -323,6 +325,9 @@ def telemetry_notes(run: Run, cells: Sequence[CellSummary], sampled: Collection[
     measured = [cell for cell in cells if cell.id in run.ran and cell.failed is None]
     if run.remote is not None:
         yield from _remote_machine_notes(run.remote)
+        urls = dict.fromkeys(run.ran[cell.id].served_by.url for cell in measured)
+        notes = [note for url in urls if (note := other_machine_note(url, run.machine.name, run.remote)) is not None]
+        yield from notes[:1]
         lost = sum(cell.machine_load is None for cell in measured)
         if lost:
             cells_text = f"{lost:,} of {count(len(measured), 'cell')}"
@@ -335,6 +340,19 @@ def telemetry_notes(run: Run, cells: Sequence[CellSummary], sampled: Collection[
         text = "the server is on another machine: its GPU, its memory and its kernel log were not sampled, so heat, "
         text += "energy and the share of the hardware are not known. `--telemetry ssh://HOST` samples them there"
         yield because("telemetry_elsewhere", text)
+
+
+def other_machine_note(url: str, own_name: str, remote: RemoteMachine) -> Reason | None:
+    """Return a note on a server whose address is one of this machine, while telemetry is that of another one.
+
+    With an ssh tunnel to that machine both are right, which the address does not show; so it is a note only.
+    """
+    address, name = urlsplit(url).hostname or "", remote.machine.name
+    if not remote.host or not is_loopback(address) or is_loopback(remote.host) or name == own_name:
+        return None
+    text = f"the server's address, {address}, is on this machine, and GPUs, memory and power are those of {name} "
+    text += f"(ssh://{remote.host}): they are the server's only if a tunnel leads from the address to {name}"
+    return because("telemetry_other_machine", text, address=address, machine=name, host=remote.host)
 
 
 def _remote_machine_notes(remote: RemoteMachine) -> Iterator[Reason]:
@@ -352,7 +370,7 @@ def _remote_machine_notes(remote: RemoteMachine) -> Iterator[Reason]:
             lost_s=gone_s if is_back else None,
         )  # fmt: skip
     if remote.dropped:
-        text = f"the machine {remote.machine.name} sent facts of itself that cannot be, which count as not known: "
+        text = f"the machine {remote.machine.name} sent facts or samples that cannot be, which count as not known: "
         text += f"{', '.join(remote.dropped)}"
         yield because("telemetry_invalid_facts", text, machine=remote.machine.name, facts=remote.dropped)
 

@@ -21,7 +21,7 @@ from harness.numbers.validity import MIN_HANG_S
 from harness.numbers.warnings import HOST_CPU_FULL
 from harness.records.columns import Bools, Rows
 from harness.records.run_data import CellData, RunData
-from harness.records.samples import TelemetrySample, machine_load
+from harness.records.samples import MAX_GAP_S, TelemetrySample, machine_load
 from harness.report.charts import Chart, Figure, escape_markup, scatter
 from harness.report.elements import Grid, plain_grid
 
@@ -66,6 +66,7 @@ def _result(data: RunData, name: str) -> Soak | None:
     memory = [] if start_wall_s is None else _memory(data, name, start_wall_s, until - begin)
     span = None if start_wall_s is None else (start_wall_s, start_wall_s + until - begin)
     load = machine_load(samples, span, None)
+    is_read = any(sample.kernel is not None for sample in samples)
     speed = _speed(cell, begin, until)
     return Soak(
         cell=name,
@@ -79,9 +80,21 @@ def _result(data: RunData, name: str) -> Soak | None:
         cause="" if first_s is None else _cause(serious, first_s, failed),
         events=events,
         cpu_busy=None if load is None else load.host_cpu_mean,
-        kernel_log=None if not samples else any(sample.kernel is not None for sample in samples),
+        kernel_log=is_read if samples else None,
+        kernel_lost_s=0.0
+        if start_wall_s is None or data.run.remote is None or not is_read
+        else _lost_log_s(samples, start_wall_s, start_wall_s + end - begin),
         word="failed" if first_s is not None else _drift_word(speed, (until - begin) / 3600),
     )
+
+
+def _lost_log_s(samples: Sequence[TelemetrySample], start_wall_s: float, end_wall_s: float) -> float:
+    """How long the kernel log of another machine is not known: while its connection was lost, and to the end."""
+    spans_s = [(sample.wall_s - sample.kernel_lost_s, sample.wall_s) for sample in samples if sample.kernel_lost_s]
+    last_s = max(sample.wall_s for sample in samples)
+    if end_wall_s - last_s >= MAX_GAP_S:
+        spans_s.append((last_s, end_wall_s))
+    return sum(max(0.0, min(last, end_wall_s) - max(first, start_wall_s)) for first, last in spans_s)
 
 
 def _drift_word(speed: Trend | None, hours: float) -> Literal["stable", "drifts", "unknown"]:
@@ -275,6 +288,9 @@ def soak_answer(soak: Soak) -> Reason:
         text += f"; {count(soak.refused, 'request')} did not fit into the server's context: give it more, or send less"
     if soak.kernel_log is False:
         text += ". The kernel log could not be read (root may): it would show a reset of the GPU or a lack of memory"
+    elif soak.kernel_lost_s:
+        text += f". The kernel log is not known for {duration(soak.kernel_lost_s)}, while the connection to the "
+        text += "server's machine was lost: a reset of the GPU in that time is not shown"
     return because("soak", f"{soak.row}: {text}.", **values)
 
 

@@ -235,11 +235,12 @@ class ConnectionLoss(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class RemoteMachine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The server's machine, of which telemetry came over ssh (`--telemetry`)."""
 
+    host: str = ""  # as `--telemetry` names it; empty: not recorded
     machine: Machine
     harness: str  # its version there
     offset_s: float  # by which the wall clock there was ahead of ours at the start; samples are on ours
     error_s: float  # of the offset, and of the samples' times: at most so much, either way
-    dropped: list[str] = []  # facts of `machine` that were no valid values, by their path
+    dropped: list[str] = []  # facts of `machine`, and values of its samples, that cannot be, by their path
     losses: list[ConnectionLoss] = []
 
 

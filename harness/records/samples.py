@@ -410,6 +410,7 @@ class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     host: HostSample | None = None
     container: ContainerSample | None = None
     kernel: list[KernelLine] | None = None  # that are new since the last sample; None: the log cannot be read
+    kernel_lost_s: Number | None = None  # so long before this sample the log is not known: a connection was lost
 
     def __post_init__(self) -> None:
         drop_impossible(self)

@@ -12,7 +12,8 @@ from msgspec.structs import force_setattr
 
 Limits = tuple[float, float]
 
-MAX_BYTES = 2**60
+MAX_W = 10_000.0  # of one GPU or package; the largest Instinct takes 1,400
+MAX_BYTES = 2**50  # of one memory
 MAX_CORES = 2**20
 _MAX_TEXT = 200  # characters
 _SIZE: Limits = (0, MAX_BYTES)
@@ -22,7 +23,7 @@ _CLOCK_MHZ: Limits = (0, 1e5)
 # Of samples, by field. Fields of several values have the limits of each.
 SAMPLE_LIMITS: dict[str, Limits] = {
     "busy_percent": _PERCENT, "memory_busy_percent": _PERCENT, "vram_used_bytes": _SIZE, "gtt_used_bytes": _SIZE,
-    "power_w": (0, 1e5), "temperatures_c": (-50, 200), "clock_mhz": _CLOCK_MHZ, "memory_clock_mhz": _CLOCK_MHZ,
+    "power_w": (0, MAX_W), "temperatures_c": (-50, 200), "clock_mhz": _CLOCK_MHZ, "memory_clock_mhz": _CLOCK_MHZ,
     "held_back": (0, 1), "energy_j": (0, 1e15), "cpu_busy": (0, 1), "memory_available_bytes": _SIZE,
     "cpu_cores": (0, MAX_CORES), "memory_bytes": _SIZE, "listen_overflows": (0, 2**53), "took_s": (0, 1e5),
 }  # fmt: skip

@@ -37,6 +37,7 @@ from harness.run.running import (
     digest_files,
     manifest_of,
     needs_docker,
+    report_telemetry,
 )
 from harness.scenario.plan import Cell, plan
 from harness.serve.compiled import shared_caches
@@ -142,7 +143,7 @@ def _connected(experiment: Experiment, run: Run, progress: Progress) -> Iterator
                 f"--telemetry: the machine there is {now.machine.name}, and that of the kept cells is {before}",
                 next_step=f"Give the address of {before}, or run the scenario again.",
             )
-        connection.report = progress.line
+        report_telemetry(connection, experiment, run.machine.name, now, progress)
         yield connection
 
 

@@ -29,6 +29,7 @@ from harness.machine.gpus import read_machine
 from harness.machine.remote_telemetry import RemoteTelemetry
 from harness.numbers.summarize import summarize_with_counts, with_checks, write_reference
 from harness.numbers.summary import Reference, Summary
+from harness.numbers.warnings import other_machine_note
 from harness.records.directory import INPUTS, prepare_folder, release_space
 from harness.records.manifest import CellRun, KeptSteps, RemoteMachine, Run, RunKind, ServedBy, Status, write_run
 from harness.run.experiment import Experiment, input_files, locustfile_sources
@@ -90,7 +91,8 @@ class RunFile:
         order = dict.fromkeys([*self.manifest.order, *by_id, *planned])
         if self._remote is not None and self.manifest.remote is not None:
             losses = [*self._earlier_losses, *self._remote.losses()]
-            more["remote"] = replace(self.manifest.remote, losses=losses)
+            dropped = dict.fromkeys([*self.manifest.remote.dropped, *self._remote.impossible()])
+            more["remote"] = replace(self.manifest.remote, losses=losses, dropped=[*dropped])
         self.manifest = replace(
             self.manifest,
             cells=[cell for name, cell in by_id.items() if only is None or name in only],
@@ -113,6 +115,8 @@ class RunFile:
         HarnessError when the results cannot be written.
         """
         folder, ended = self.folder, replace(self.manifest, ended_wall_s=time.time())
+        if self._remote is not None:
+            self._remote.close()  # the summary has all samples that are in the file
         release_space(folder)
         if status is not None:
             ended = replace(ended, status=status, reasons=list(reasons))
@@ -230,10 +234,20 @@ def create_run(
             next_step="Make room if the disk is full, or give another folder with --runs DIR.",
         ) from None
     connection = None if remote is None else remote[0]
-    if connection is not None:
-        connection.report = progress.line
+    if connection is not None and manifest.remote is not None:
+        report_telemetry(connection, experiment, manifest.machine.name, manifest.remote, progress)
     file = RunFile(folder, manifest, progress.on_end, make_reference, connection)
     return Running(file, experiment, progress, remote=connection)
+
+
+def report_telemetry(
+    connection: RemoteTelemetry, experiment: Experiment, own_name: str, remote: RemoteMachine, progress: Progress
+) -> None:
+    """Print from now on what becomes of a connection, and whether its machine may not be the server's."""
+    connection.report = progress.line
+    target = experiment.target
+    if target is not None and (note := other_machine_note(target.url, own_name, remote)) is not None:
+        progress.line(f"--telemetry: {note.text}")
 
 
 def manifest_of(

@@ -117,6 +117,22 @@ def test_a_run_elsewhere_without_telemetry_says_so(tmp_path: Path, url: str, wor
     assert note.text[:60] in " ".join(done.out.split())
 
 
+def test_a_loopback_address_with_the_telemetry_of_another_machine_is_noted(
+    tmp_path: Path, box: SshServer, url: str, there: tuple[str, ...]
+) -> None:
+    """Here no tunnel leads from the address to the other machine, which only the user knows."""
+    client = (box.folder / "client").read_text()
+    (tmp_path / "client").write_text(f"Host gpu-box\nHostName 127.0.0.1\n{client}")
+    address = box.address(*there).replace("127.0.0.1", "gpu-box", 1).replace(str(box.folder), str(tmp_path))
+    done = command.harness(
+        "run", scenario(tmp_path), "--url", url, "--telemetry", address, "--runs", "runs", cwd=tmp_path
+    )
+    assert done.code == 0, done
+    assert " ".join(done.out.split()).count("only if a tunnel leads from the address to gpu-box") == 2, done.out
+    run = read_run(only_run(tmp_path / "runs"))
+    assert run.remote is not None and (run.remote.host, run.remote.machine.name) == ("gpu-box", "gpu-box")
+
+
 @pytest.mark.parametrize("command_there", ["/no/such/harness", "false", "env"])
 def test_a_machine_without_the_harness(
     tmp_path: Path, box: SshServer, url: str, command_there: str, wording: Wording

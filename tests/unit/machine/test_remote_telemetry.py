@@ -14,7 +14,7 @@ from harness.base.errors import HarnessError
 from harness.hardware.gpu_table import identify_gpu
 from harness.machine import remote_telemetry
 from harness.machine.gpus import select_container_gpus
-from harness.machine.remote_facts import check_machine
+from harness.machine.remote_facts import SampleCheck, check_machine
 from harness.machine.remote_telemetry import (
     MAX_BAD_BYTES,
     MAX_LINE_BYTES,
@@ -35,7 +35,7 @@ from harness.records.samples import (
     TelemetrySample,
     read_telemetry,
 )
-from harness.records.value_limits import GPU_FACTS
+from harness.records.value_limits import GPU_FACTS, MAX_W
 from harness.report.manifest_facts import describe_gpus
 from tests.support.command import PATIENCE_S, until
 from tests.support.fake_gpus import gpu, host
@@ -226,11 +226,89 @@ def test_values_that_cannot_be_are_missing() -> None:
     )
     assert kept == GpuSample(temperatures_c={"junction": 71.0})
     assert kept.held_back is None, "a share that cannot be is not known: it is not 0"
-    assert GpuSample(power_w=1e5 + 1) == GpuSample() and GpuSample(held_back={"heat": 1.0}).held_back == {"heat": 1.0}
+    assert GpuSample(power_w=MAX_W).power_w == MAX_W and GpuSample(power_w=MAX_W + 1) == GpuSample()
+    assert GpuSample(held_back={"heat": 1.0}).held_back == {"heat": 1.0}
     assert HostSample(cpu_busy=-7, memory_available_bytes=-1) == HostSample()
     assert ContainerSample(cpu_cores=-1, memory_bytes=2**61) == ContainerSample()
     line = b'{"wall_s":1,"cell":"c","took_s":-3,"host":{"cpu_busy":1.5}}'
     assert msgspec.json.decode(line, type=TelemetrySample) == TelemetrySample(wall_s=1, cell="c", host=HostSample())
+
+
+SIZES = {"render_node": "/dev/dri/renderD128", "vram_bytes": 64 * 2**30, "gtt_bytes": 16 * 2**30}
+
+
+def checked(machine: Machine, **gpus: GpuSample) -> tuple[dict[str, GpuSample], list[str]]:
+    check = SampleCheck(machine)
+    return check.possible(TelemetrySample(wall_s=1.0, cell="", gpus=gpus)).gpus, [*check.dropped]
+
+
+def test_samples_have_what_the_machine_has() -> None:
+    used, too_much = GpuSample(vram_used_bytes=64 * 2**30), GpuSample(vram_used_bytes=2**40, gtt_used_bytes=2**40)
+    machine = Machine(name="a", gpus=[SIZES], ram_bytes=2**30)
+    assert checked(machine, renderD128=used) == ({"renderD128": used}, [])
+    kept, dropped = checked(machine, renderD128=too_much, renderD129=used)
+    assert kept == {"renderD128": GpuSample()}
+    assert dropped == ["renderD128.vram_used_bytes", "renderD128.gtt_used_bytes", "renderD129"]
+    many = {f"renderD{number}": used for number in range(128, 192)}
+    kept, dropped = checked(machine, **many)
+    assert [*kept] == ["renderD128"] and len(dropped) == 20
+    above = TelemetrySample(wall_s=1.0, cell="", host=HostSample(cpu_busy=0.5, memory_available_bytes=2**31))
+    assert SampleCheck(machine).possible(above).host == HostSample(cpu_busy=0.5)
+
+
+@pytest.mark.parametrize(
+    "gpus",
+    [
+        [],  # the compute driver is not loaded, so the facts list no GPU
+        [{"render_node": "/dev/dri/renderD128", "integrated": True}, {"render_node": None}],
+        [{"render_node": "/dev/dri/renderD128"}, {"render_node": "/dev/dri/renderD129"}],  # without sizes
+    ],
+)
+def test_facts_that_are_missing_exclude_no_sample(gpus: list[dict[str, object]]) -> None:
+    sent = {"renderD128": GpuSample(gtt_used_bytes=2**40), "renderD129": GpuSample(vram_used_bytes=2**40)}
+    assert checked(Machine(name="a", gpus=gpus), **sent) == (sent, [])
+
+
+SECRET = "hf_0123456789abcdefghij"
+
+
+def test_secrets_in_facts_and_labels_are_masked() -> None:
+    facts = {"name": SECRET, "cpu": f"key {SECRET}", "kernel_parameters": {"a": SECRET}, "gpus": [{"name": SECRET}]}
+    machine, dropped = check_machine(facts)
+    assert (machine.name, dropped) == ("***", []) and SECRET not in str(machine)
+    kept = on_our_clock(sample(gpus={"renderD128": GpuSample(temperatures_c={SECRET: 50.0})}), CLOCK, NOW_S)
+    assert kept is not None and kept.gpus["renderD128"].temperatures_c == {"***": 50.0}
+
+
+# The cell of a sample
+
+
+def test_a_sample_that_comes_late_is_one_of_the_cell_in_whose_time_it_was_taken(tmp_path: Path) -> None:
+    path, remote = tmp_path / "telemetry.jsonl", RemoteTelemetry(parse_address("ssh://gpu-box"))
+    early = replace_cell(time.time(), remote, path, "a")
+    late = replace_cell(early, remote, path, "b")
+    remote.sample_to(None)
+    for wall_s in (early - 10.0, early, late, time.time() + 1.0):
+        remote._keep(TelemetrySample(wall_s=wall_s, cell=""))
+    kept = read_telemetry(path)
+    assert {cell: [one.wall_s for one in samples] for cell, samples in kept.items()} == {"a": [early], "b": [late]}
+
+
+def replace_cell(after_s: float, remote: RemoteTelemetry, path: Path, cell: str) -> float:
+    """Begin a cell, and return a time in it that is 0.3 s after another one."""
+    remote.sample_to(path, cell)
+    until(lambda: time.time() > after_s + 0.3)
+    return time.time()
+
+
+def test_lines_of_the_kernel_outlive_a_sample_that_is_dropped(tmp_path: Path) -> None:
+    path, remote = tmp_path / "telemetry.jsonl", RemoteTelemetry(parse_address("ssh://gpu-box"))
+    remote.sample_to(path, "a")
+    now_s = time.time()
+    lines = [KernelLine(wall_s=now_s, text=f"amdgpu {number}") for number in range(3)]
+    for after_s, line in zip((0.0, 0.1, 0.4), lines, strict=True):
+        remote._keep(TelemetrySample(wall_s=now_s + after_s, cell="", kernel=[line]))
+    assert [one.kernel for one in read_telemetry(path)["a"]] == [lines[:1], lines[1:]]
 
 
 # Programs in place of ssh
@@ -357,6 +435,84 @@ def test_a_connection_that_ends_is_opened_again(
     assert times == sorted(times) and began_s - 1 < times[0] and times[-1] < time.time() + 1
     last = int(pids.read_text().split()[-1])
     until(lambda: not Path(f"/proc/{last}").exists())
+
+
+LINE = "3,{number},{age_us},-;amdgpu 0000:c5:00.0: ring comp_1.1.0 timeout\n"
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_lines_of_the_kernel_from_the_time_without_a_connection(
+    ssh: Callable[[str], None], tmp_path: Path, is_complete: bool
+) -> None:
+    """They come afterwards, each to the cell of its time; or the sample says for how long they are not known."""
+    root, pids, path = tmp_path / "root", tmp_path / "pids", tmp_path / "telemetry.jsonl"
+    host(root)
+    boot = "proc/sys/kernel/random/boot_id"
+    write(root, {"dev/kmsg": LINE.format(number=7, age_us=0), boot: "a\n", "proc/sys/kernel/hostname": "box\n"})
+    gate = tmp_path / "gate"
+    ssh(
+        f"while os.path.exists({str(pids)!r}) and not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        + REAL.replace('"--jsonl"]', '"--jsonl", *sys.argv[-1].split("--jsonl")[-1].split()]').format(
+            root=str(root), pids=str(pids)
+        )
+    )
+    remote = RemoteTelemetry(parse_address("ssh://gpu-box"))
+    remote.start()
+    with RemoteSampler(remote, "a", path) as sampler:
+        until(lambda: path.exists() and read_telemetry(path)["a"])
+        os.kill(int(pids.read_text().split()[0]), 9)
+        until(remote.losses)
+        now_us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+        if not is_complete:
+            write(root, {boot: "b\n"})
+        with (root / "dev/kmsg").open("a") as log:
+            log.write(LINE.format(number=8, age_us=now_us))
+        at_s = time.time()
+        until(lambda: time.time() > at_s + 1.0)  # more than the error of the clocks
+        sampler.cell = "b"
+        gate.touch()
+        until(lambda: "b" in read_telemetry(path))
+    remote.close()
+    kept = read_telemetry(path)
+    assert len([line for one in kept["a"] for line in one.kernel or []]) == 1
+    assert [line for one in kept["b"] for line in one.kernel or []] == []
+    lost_s = [one.kernel_lost_s for samples in kept.values() for one in samples if one.kernel_lost_s]
+    assert len(lost_s) == (0 if is_complete else 2) and all(lost > 1.0 for lost in lost_s)
+
+
+OTHER = """
+first = not os.path.exists({mark!r})
+open({mark!r}, "a").close()
+start = {start!r}
+print(start if first else start.replace("mi-box", "other-box"), flush=True)
+for number in range(1, 6):
+    sys.stdin.readline()
+    print('{{"kind":"pong","number":%d,"wall_s":1.0,"monotonic_s":%f}}' % (number, time.monotonic()), flush=True)
+while not (first and os.path.exists({gate!r})):
+    sample = '{{"kind":"sample","wall_s":1.0,"monotonic_s":%f,"host":{{"cpu_busy":%g}}}}'
+    print(sample % (time.monotonic(), 0.5 if first else 0.9), flush=True)
+    time.sleep(0.3)
+"""
+
+
+def test_another_machine_ends_the_telemetry(ssh: Callable[[str], None], tmp_path: Path, wording: Wording) -> None:
+    start = msgspec.structs.replace(START, machine={"name": "mi-box"})
+    gate = tmp_path / "gate"
+    ssh(OTHER.format(mark=str(tmp_path / "mark"), gate=str(gate), start=msgspec.json.encode(start).decode()))
+    remote, path = RemoteTelemetry(parse_address("ssh://gpu-box")), tmp_path / "telemetry.jsonl"
+    reports: list[str] = []
+    remote.report = reports.append
+    assert remote.start().machine.name == "mi-box"
+    with RemoteSampler(remote, "a", path):
+        until(path.exists)
+        gate.touch()
+        until(lambda: len(reports) == 2)
+    remote.close()
+    (loss,) = remote.losses()
+    assert loss.lasted_s is None
+    wording(loss.reason)
+    wording(reports[1])
+    assert {one.host for one in read_telemetry(path)["a"]} == {HostSample(cpu_busy=0.5)}
 
 
 def test_why_a_connection_stays_closed_is_the_reason(

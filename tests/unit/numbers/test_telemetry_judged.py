@@ -2,6 +2,8 @@
 
 import pytest
 
+from harness.numbers.warnings import other_machine_note
+from harness.records.manifest import Machine, RemoteMachine
 from harness.records.samples import (
     GpuSample,
     MachineLoad,
@@ -12,6 +14,28 @@ from harness.records.samples import (
     median_load,
 )
 from tests.support.made_runs import telemetry_of
+from tests.support.wording import Wording
+
+
+@pytest.mark.parametrize(
+    ("url", "own_name", "host", "is_noted"),
+    [
+        ("http://127.0.0.1:18200", "pc", "gpu-box", True),
+        ("http://localhost:18200", "pc", "gpu-box", True),
+        ("http://gpu-box:8000", "pc", "gpu-box", False),
+        ("http://127.0.0.1:18200", "mi-box", "me", False),  # this machine, by another name
+        ("http://127.0.0.1:18200", "pc", "127.0.0.1", False),  # both through tunnels, or in a container here
+        ("http://127.0.0.1:18200", "pc", "", False),  # a run from before the host was recorded
+    ],
+)
+def test_telemetry_of_another_machine_than_the_address(
+    url: str, own_name: str, host: str, is_noted: bool, wording: Wording
+) -> None:
+    remote = RemoteMachine(host=host, machine=Machine(name="mi-box"), harness="1", offset_s=0.0, error_s=0.0)
+    note = other_machine_note(url, own_name, remote)
+    assert (note is not None) == is_noted
+    if note is not None:
+        wording(note)
 
 
 def test_the_integral() -> None:

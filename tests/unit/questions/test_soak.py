@@ -16,7 +16,7 @@ from harness.questions.joint import analyse
 from harness.questions.report.headline import run_answer
 from harness.questions.report.page import run_page
 from harness.questions.soak import soak_answer
-from harness.records.manifest import read_run
+from harness.records.manifest import Machine, RemoteMachine, read_run
 from harness.records.records import Request
 from harness.records.samples import ContainerSample, GpuSample, HostSample, KernelLine, TelemetrySample
 from harness.report.markdown import render
@@ -45,10 +45,14 @@ def soak(
     noise: float = 0.05,
     logged: Mapping[float, str] = MappingProxyType({}),
     of_server: bool | None = None,
+    lost_s: float | None = None,
+    until_h: float = HOURS,
 ) -> Soak:
     """Four hours of one request every 12 s: speed changes by `drift` an hour, GTT grows, and the GPU hangs.
 
     `hangs_s`: instead of an error, the last answer stops for so long.
+    `lost_s`: of the server's machine, which is another one, the kernel log is not known for so long after an hour, and
+    no sample comes after `until_h`.
     `logged`: lines of the kernel log, by their seconds from the start; `of_server`: whether they are of its process.
     """
     draw = random.Random(3)
@@ -76,9 +80,11 @@ def soak(
 
     load = Load(user="batch", duration_s=HOURS * 3600, output_tokens=11, soak=True)
     made_of = scenario(servers={"a": Server(template="llamacpp")}, loads={"x": load}, repeats=1, max_error_rate=1.0)
-    run = write_made_run(folder, made_of=made_of, requests=requests)
+    box = RemoteMachine(machine=Machine(name="box"), harness="1", offset_s=0.0, error_s=0.0)
+    remote = None if lost_s is None else box
+    run = write_made_run(folder, made_of=made_of, requests=requests, remote=remote)
     samples = []
-    for minute in range(HOURS * 60):
+    for minute in range(round(until_h * 60) + 1):
         gpu = GpuSample(vram_used_bytes=8 * GIB, gtt_used_bytes=int((10 + leak_gib * minute / 60) * GIB))
         lines = []
         if ring and fails_after_h is not None and minute == round(fails_after_h * 60):
@@ -88,7 +94,8 @@ def soak(
         container = ContainerSample(memory_bytes=3 * GIB)
         samples.append(
             TelemetrySample(wall_s=WALL_S + 1 + 60 * minute, cell=run.order[0], gpus={"renderD128": gpu},
-                            host=HostSample(cpu_busy=cpu_busy), container=container, kernel=lines if log else None)
+                            host=HostSample(cpu_busy=cpu_busy), container=container, kernel=lines if log else None,
+                            kernel_lost_s=lost_s if minute == 60 else None)
         )  # fmt: skip
     write_lines(folder / "telemetry.jsonl", samples)
     summary = analyse(folder).summary
@@ -217,6 +224,16 @@ def test_a_failure_without_a_readable_kernel_log_has_its_error(tmp_path: Path, w
     wording(found.cause)
 
 
+def test_the_time_without_a_kernel_log_is_in_the_answer(tmp_path: Path, wording: Wording) -> None:
+    whole = soak(tmp_path / "whole", lost_s=0.0)
+    assert (whole.kernel_log, whole.kernel_lost_s) == (True, 0.0) and "kernel log" not in soak_answer(whole).text
+    gap = soak(tmp_path / "gap", lost_s=45.0)
+    assert (gap.word, gap.kernel_lost_s) == ("stable", 45.0)
+    wording(soak_answer(gap).text)
+    ended = soak(tmp_path / "ended", lost_s=45.0, until_h=3.0)
+    assert ended.kernel_lost_s == pytest.approx(45.0 + 3600, abs=20)
+
+
 def test_new_lines_of_the_kernel_log_are_read_once_and_bounded(tmp_path: Path) -> None:
     assert KernelLog(tmp_path).read() is None
     (tmp_path / "dev").mkdir()
@@ -234,4 +251,26 @@ def test_new_lines_of_the_kernel_log_are_read_once_and_bounded(tmp_path: Path) -
         more.write(f",{now_us},-;amdgpu: torn\n" + f"3,6,{now_us},-;amdgpu: again\n" * 200)
     lines = log.read() or []
     assert (lines[0].text, len(lines)) == ("amdgpu: torn", MAX_KERNEL_LINES)
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("after", "texts", "is_complete"),
+    [
+        (None, [], False),
+        (5, ["amdgpu: 7", "amdgpu: 8"], False),  # the log has dropped record 6
+        (6, ["amdgpu: 7", "amdgpu: 8"], True),
+        (8, [], True),
+        (20, [], False),  # the machine has started again
+    ],
+)
+def test_the_log_after_a_record(tmp_path: Path, after: int | None, texts: list[str], is_complete: bool) -> None:
+    (tmp_path / "dev").mkdir()
+    now_us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+    lines = [f"3,{number},{now_us},-;amdgpu: {number}\n" for number in range(7, 9)]
+    (tmp_path / "dev/kmsg").write_text("".join(lines))
+    log = KernelLog(tmp_path, numbered=True, after=after)
+    assert (log.sequence, log.is_complete) == (8, is_complete)
+    assert [line.text for line in log.read() or []] == texts
+    assert log.read() == []
     log.close()
