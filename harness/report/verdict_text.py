@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+from harness.base.command_line import command_line
 from harness.base.metrics import METRICS
 from harness.base.reason import sentence
 from harness.base.units import count, figures, ratio_text, short_percent
@@ -218,7 +219,8 @@ def _settles_gate(verdict: Verdict, first: str = "r") -> str:
         return f"{measure} more (`{more}`), or choose another --tolerance: the difference is about as large"
     if verdict.unit == "repeats":
         return f"{first}epeat it: `--repeats {verdict.gate_needed}`"
-    return f"{first}epeat both: {verdict.gate_needed} runs each (`harness run SCENARIO --times {verdict.gate_needed}`)"
+    command = command_line("harness", "run", "SCENARIO", "--times", verdict.gate_needed)
+    return f"{first}epeat both: {verdict.gate_needed} runs each (`{command}`)"
 
 
 def gate_word(verdict: Verdict) -> str:
