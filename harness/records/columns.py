@@ -43,6 +43,7 @@ Bools = NDArray[np.bool_]
 FINE_S = 0.1  # width of a bin of tokens over time
 MAX_FINE = 4_000_000  # bins of a cell, over four days; later times count in the last bin
 _MIN_GAP_S = 2.0**-30  # shorter gaps are in one bin, as those of chunks that shared a read
+_JOINED_PARTS, _SMALL_PART = 16, 16_384  # so many parts, each of fewer rows than that, are joined
 _PIECE = 2**15  # chunk times that are handled at once: their arrays stay in the cache
 _GAP_SHIFT = 42  # a bin of gaps has the sign, the exponent and the first ten bits of the fraction of a float
 
@@ -279,7 +280,18 @@ def read_cells(path: Path, clocks: Mapping[str, Clock], *, charted: bool = False
                 cell_parts.append(part)
                 if part is not cell_parts[0]:  # the bins of all parts would take more memory than their rows
                     cell_parts[0].gaps, part.gaps = join_gaps([cell_parts[0].gaps, part.gaps]), Gaps()
+                _join_last(cell_parts)
     return FileRecords({name: join_records(parts.pop(name)) for name in list(parts)}, damaged_in_file(lines), unknown)
+
+
+def _join_last(parts: list[CellRecords]) -> None:
+    """Join the last parts when there are many: the small arrays of all parts would leave holes in the memory."""
+    sizes = [len(part.rows.place) for part in parts[-_JOINED_PARTS:]]
+    # A part much larger than the others would be copied again and again.
+    if len(sizes) == _JOINED_PARTS and max(sizes) < min(_SMALL_PART, sum(sizes) / 2):
+        joined = join_records(parts[-_JOINED_PARTS:])
+        joined.rows = _packed(joined.rows)
+        parts[-_JOINED_PARTS:] = [joined]
 
 
 def _read_block(

@@ -15,8 +15,9 @@ from harness.numbers.share_test import observed, percentiles
 from harness.numbers.summarize import summarize, write_summary
 from harness.records import records as blocks
 from harness.records.clock import Clock
-from harness.records.columns import join_gaps, read_block, records_of
+from harness.records.columns import COLUMNS, Words, join_gaps, read_block, records_of
 from harness.records.records import Lines, damaged_in_file, split_blocks
+from harness.records.run_data import load
 from tests.support.made_runs import request, write_lines
 from tests.support.report_runs import write_report
 from tests.support.wording import Wording
@@ -50,6 +51,27 @@ def test_several_processes_give_the_summary_and_the_page_of_one(folder: Path, li
     limits.setattr(blocks, "max_processes", lambda: 2)
     assert summarize(folder) == alone
     assert write_report(folder).read_bytes() == page
+
+
+@pytest.mark.parametrize("block_bytes", [3_000, 40_000, 400_000])
+def test_the_table_does_not_depend_on_the_blocks(folder: Path, limits: pytest.MonkeyPatch, block_bytes: int) -> None:
+    """Parts are joined in between: the same rows in the same order, the warm-up first."""
+    whole = load(folder)
+    limits.setattr(blocks, "BLOCK_BYTES", block_bytes)
+    divided = load(folder)
+    assert list(divided.cells) == list(whole.cells)
+    for name, cell in whole.cells.items():
+        rows, other = cell.rows, divided.cells[name].rows
+        assert len(rows) > 200 and not rows.measured[0] and rows.measured[-1]
+        for column in COLUMNS:
+            one, two = getattr(rows, column), getattr(other, column)
+            if isinstance(one, Words):
+                assert [one.texts[code] for code in one.codes] == [two.texts[code] for code in two.codes], column
+            else:
+                assert np.array_equal(one, two, equal_nan=one.dtype.kind == "f"), column
+        assert cell.gaps.n == divided.cells[name].gaps.n and np.array_equal(
+            cell.gaps.counts, divided.cells[name].gaps.counts
+        )
 
 
 def test_blocks_hold_each_line_once(tmp_path: Path) -> None:
