@@ -21,6 +21,8 @@ from tests.support.command import harness
 
 FIGURE = """const chart = document.querySelector("figure").getBoundingClientRect();
         return {x: chart.left, y: chart.top + scrollY, width: chart.width, height: chart.height}"""
+READY = """return document.readyState == "complete" &&
+        (document.body.dataset.charts || !document.querySelector("figure"))"""
 CLIPS = {  # by picture: the width of the window, and what of the page it shows
     "startup": (1100, "return {x: 0, y: 0, width: 1100, height: Math.min(900, document.body.scrollHeight)}"),
     "report": (
@@ -30,7 +32,7 @@ CLIPS = {  # by picture: the width of the window, and what of the page it shows
     ),
     "sweep": (1180, FIGURE),
     "bisect": (1180, FIGURE),
-    "results": (1100, "return {x: 0, y: 0, width: 1100, height: Math.min(760, document.body.scrollHeight)}"),
+    "results": (1180, "return {x: 0, y: 0, width: 1180, height: Math.min(760, document.body.scrollHeight)}"),
 }
 
 
@@ -53,7 +55,7 @@ def main(run: str, picture: str) -> None:
                 features = [{"name": "prefers-color-scheme", "value": scheme}]
                 chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
                 chrome.get(page.as_uri())
-                WebDriverWait(chrome, 60).until(lambda b: b.execute_script("return document.body.dataset.charts"))
+                WebDriverWait(chrome, 60).until(lambda b: b.execute_script(READY))
                 area = {**chrome.execute_script(clip), "scale": 1}
                 shot = {"format": "png", "captureBeyondViewport": True, "clip": area}
                 data = chrome.execute_cdp_cmd("Page.captureScreenshot", shot)["data"]
