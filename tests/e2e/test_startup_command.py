@@ -56,7 +56,7 @@ def test_what_a_start_finds_compiled(tmp_path: Path) -> None:
     found, ready = starts["warm"].found_bytes, starts["cold"].ready_bytes
     assert starts["cold"].found_bytes == 0 and found is not None and ready is not None
     assert found > ready > 0, "also what the requests of the cold start compiled"
-    (answer,) = summary.answers
+    answer, *_ = summary.answers
     assert answer.code == "startup" and answer.values["provisional"]
     assert answer.text in " ".join(done.out.split())
     assert not (folder / "compiled").exists(), "kept until the end of the run only"
