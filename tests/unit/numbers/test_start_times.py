@@ -1,4 +1,4 @@
-"""How often start times are called alike or different: of equal servers, and of one that takes a quarter more or less."""
+"""How often start times are called alike or different, of equal servers and of one a quarter faster or slower."""
 
 import math
 import random
