@@ -468,10 +468,12 @@ def test_one_load_of_a_mix_is_searched_next_to_a_fixed_one_each_with_the_slos_of
     run = read_run(only_run(tmp_path / "runs"))
     assert run.status == "valid" and {f"r1-one-both-1.{load}" for load in MIX["loads"]} <= set(run.order)
     assert (run.scenario.loads["both-1.people"].users, run.scenario.loads["both-1.job"].users) == (3, 1)
-    # The same records, asked about another SLO.
+    # The same records, asked about another SLO. The search also saw requests in flight, which are not stored, so its
+    # last block may not be whole here: then the same answer is not proven.
     other = ["people: ttft_p50 <= 30s", "job: ttft_p50 <= 0.002ms"]
     again = summarize(only_run(tmp_path / "runs"), checks=other).what_if[0]
-    assert (again.code, again.values["broken"], again.values["slos"]) == ("capacity_none", other[1], other)
+    assert again.code in ("capacity_none", "capacity_unproven")
+    assert (again.values["broken"], again.values["slos"]) == (other[1], other)
     assert again.values["next_to"] == [{"amount": 3.0, "unit": "users", "load": "people"}]
 
 
