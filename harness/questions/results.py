@@ -29,7 +29,7 @@ from harness.questions.compare.decide import refuse_invalid, refuse_search
 from harness.questions.joint import analyse
 from harness.questions.report.page import read_searched, run_page
 from harness.questions.startup import startup_facts
-from harness.records.directory import folder_name, list_runs
+from harness.records.directory import folder_name, list_runs, read_inputs, work_options
 from harness.records.manifest import QUICK, Run, ServedBy, read_run
 from harness.report import words
 from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn, plain_grid
@@ -398,15 +398,17 @@ def result_card(folder: Path, shipped: Collection[str]) -> str:
     asks_starts = any(server.caches is not None for server in run.scenario.servers.values())
     answers = startup_facts(analyse(folder).summary.answers)[0] if asks_starts else []
     texts = [code(answer.text) for answer in answers]
-    return render_card(run, summary, _repeat_command(run, is_shipped=run.scenario_name in shipped), texts)
+    duration = work_options(read_inputs(folder)).get("--duration")
+    return render_card(run, summary, _repeat_command(run, duration, is_shipped=run.scenario_name in shipped), texts)
 
 
-def _repeat_command(run: Run, *, is_shipped: bool) -> str:
+def _repeat_command(run: Run, duration: str | None, *, is_shipped: bool) -> str:
     """Return the command that sends the same requests again, to a server of the reader."""
     runs_already = any(cell.served_by.template is None for cell in run.served)
     options = ["--url", "URL", "--model", run.scenario.model] if runs_already else []
     if run.scenario_name == QUICK:
         return command_line("harness", "quick", "URL", *combination_words(run.scenario))
+    options += [] if duration is None else ["--duration", duration]
     for trace in [load.agent_trace for load in run.scenario.loads.values() if load.agent_trace is not None][:1]:
         options += ["--trace", Path(trace.file).name]
         options += [] if trace.conversations is None else ["--slice", str(trace.conversations)]

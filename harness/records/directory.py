@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 
 from harness.base.command_line import command_line
 from harness.base.errors import HarnessError
-from harness.base.files import UNDECODABLE, open_file
+from harness.base.files import UNDECODABLE, open_file, read_json
 from harness.records.manifest import Run, read_run
 from harness.records.records import ProcessMark, Request
 from harness.records.samples import MetricsSample, TelemetrySample
@@ -23,6 +23,7 @@ RESERVED = ("reference",)  # folders of the results that do not belong to a mach
 PACKED = "requests.jsonl.gz"  # as `harness results add --records` files them
 RESERVE = "reserve"  # a file in the run directory during the run
 INPUTS = "inputs.json"  # the files that a run was made of: only here, so that what is shared has no paths
+WORK_OPTIONS = ("--duration", "--trace", "--slice")  # they change the work, so the same run again needs them
 RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
 FULL_BYTES = 2**16
 # Files whose lines each belong to a cell.
@@ -32,6 +33,20 @@ LINES: dict[str, type[Any]] = {
     "metrics.jsonl": MetricsSample,
     "telemetry.jsonl": TelemetrySample,
 }
+
+
+def read_inputs(folder: Path) -> dict[str, Any]:
+    """Return inputs.json; empty for a run that is imported or filed, or where it cannot be read."""
+    try:
+        return read_json(folder / INPUTS, dict[str, Any])
+    except (OSError, HarnessError):
+        return {}
+
+
+def work_options(inputs: Mapping[str, Any]) -> dict[str, str]:
+    """Return the WORK_OPTIONS of a run as they were given, by name."""
+    kept = inputs.get("options")
+    return {name: str(text) for name, text in kept.items() if name in WORK_OPTIONS} if isinstance(kept, dict) else {}
 
 
 def prepare_folder(folder: Path, cells: int) -> None:

@@ -20,6 +20,7 @@ from harness.base.errors import HarnessError, Problem, ScenarioError, suggest_ro
 from harness.base.files import DOCS, LOCUSTFILES, read_bytes, read_text
 from harness.base.reason import Reason
 from harness.base.redact import register_secrets
+from harness.records.directory import WORK_OPTIONS
 from harness.scenario import (
     NEW_CACHES,
     SERVER_TOKENIZER,
@@ -87,7 +88,6 @@ class Recording(NamedTuple):
 
 
 NO_RECORDING = Recording()
-WORK_OPTIONS = ("--duration", "--trace", "--slice")  # they change the work, so the same run again needs them
 
 
 def prepare(

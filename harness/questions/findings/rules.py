@@ -11,8 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.base.command_line import command_line, option_words
-from harness.base.errors import HarnessError
-from harness.base.files import RUNS_FOLDER, SCENARIOS, inline_yaml, open_file, read_json
+from harness.base.files import RUNS_FOLDER, SCENARIOS, inline_yaml, open_file
 from harness.base.reason import Reason, because
 from harness.base.redact import HIDDEN
 from harness.base.units import milliseconds
@@ -29,11 +28,10 @@ from harness.engines.settings import (
 from harness.numbers.summary import Action, CellSummary, Row, RunFinding, Summary
 from harness.questions.capacity.record import CAPACITY_FILE
 from harness.records.columns import Floats, Rows
-from harness.records.directory import INPUTS
+from harness.records.directory import INPUTS, read_inputs, work_options
 from harness.records.manifest import QUICK, ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample, ServerLoad
-from harness.run.experiment import WORK_OPTIONS
 from harness.run.running_server import combination_words
 from harness.scenario import Load, max_concurrency
 
@@ -358,9 +356,7 @@ class RowFacts(Struct, frozen=True, dict=True):
         if is_capacity and server and kind != run.scenario_name:  # it was made for the running server
             return command_line("harness", "capacity", *server, "--user", kind)
         where = [] if server or self._runs_folder is None else ["--runs", self._runs_folder]
-        kept = None if is_capacity else self._inputs.get("options")
-        options = dict(kept) if isinstance(kept, dict) else {}
-        work = option_words({name: text for name, text in options.items() if name in WORK_OPTIONS})
+        work = [] if is_capacity else option_words(work_options(self._inputs))
         return command_line(
             "harness", "capacity" if is_capacity else "run", self._scenario_word, *work, *server, *where
         )
@@ -378,11 +374,7 @@ class RowFacts(Struct, frozen=True, dict=True):
 
     @cached_property
     def _inputs(self) -> dict[str, Any]:
-        """inputs.json; empty for a run that is imported or filed."""
-        try:
-            return read_json(self.data.folder / INPUTS, dict[str, Any])
-        except (OSError, HarnessError):
-            return {}
+        return read_inputs(self.data.folder)
 
     @property
     def _runs_folder(self) -> Path | None:

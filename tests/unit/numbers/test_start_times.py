@@ -2,37 +2,36 @@
 
 import math
 import random
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from harness.numbers.start_times import ALIKE, starts_are_alike
-from harness.numbers.stats import welch_effect
+from harness.numbers.stats import Effect, welch_effect
 from tests.support.nightly import NIGHTLY
 
 DRAWS = 20_000 if NIGHTLY else 2_000
 
 
-def share_alike(starts: int, spread: float, ratio: float) -> float:
+def share(rule: Callable[[Effect], bool], starts: int, spread: float, ratio: float) -> float:
+    """The share of pairs of servers, of which one takes `ratio` times as long, that a rule holds for."""
     dice = random.Random(f"{starts} {spread} {ratio}")
-    alike = 0
+    held = 0
     for _ in range(DRAWS):
         side, base = ([factor * math.exp(dice.gauss(0, spread)) for _ in range(starts)] for factor in (ratio, 1.0))
         effect = welch_effect(side, base)
         assert effect is not None
-        alike += starts_are_alike(effect)
-    return alike / DRAWS
+        held += rule(effect)
+    return held / DRAWS
 
 
-def share_different(starts: int, spread: float, ratio: float) -> float:
-    dice = random.Random(f"{starts} {spread} {ratio}")
-    different = 0
-    for _ in range(DRAWS):
-        side, base = ([factor * math.exp(dice.gauss(0, spread)) for _ in range(starts)] for factor in (ratio, 1.0))
-        effect = welch_effect(side, base)
-        assert effect is not None
-        low, high = effect.interval()
-        different += not low <= 1 <= high
-    return different / DRAWS
+def are_different(effect: Effect) -> bool:
+    low, high = effect.interval()
+    return not low <= 1 <= high
+
+
+share_alike, share_different = partial(share, starts_are_alike), partial(share, are_different)
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.05, 0.1])

@@ -99,3 +99,5 @@ def test_the_command_sends_the_same_requests(tmp_path: Path) -> None:
     made(tmp_path / "one", made_of=scenario(loads=loads), served=lambda cell: running, scenario_name="edge-agentic")
     (line,) = [line for line in result_card(tmp_path / "one", ["edge-agentic"]).splitlines() if "repeat it" in line]
     assert line == "- repeat it: `harness run edge-agentic --url URL --model m --trace mine.jsonl --slice 2`"
+    (tmp_path / "one" / "inputs.json").write_text('{"options": {"--duration": "40s", "--slice": "2"}}')
+    assert "--model m --duration 40s --trace mine.jsonl --slice 2`" in result_card(tmp_path / "one", ["edge-agentic"])
