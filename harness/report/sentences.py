@@ -157,7 +157,7 @@ def state(summary: Summary, run: Run, sign: str = "") -> Paragraph:
 
 
 def _gate_status(summary: Summary) -> str:
-    """The result of the gates of a run; empty where there is none, and where all passed."""
+    """The result of the gates of a run; empty without gates, and where all passed."""
     verdicts = [] if summary.comparison is None else summary.comparison.verdicts
     code = gate_code(verdict.gate for verdict in verdicts)
     return {ExitCode.FAILED: "failed", ExitCode.INCONCLUSIVE: "inconclusive"}.get(code, "")
