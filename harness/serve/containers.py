@@ -46,6 +46,8 @@ TAIL_LINES = 25
 MAX_LINE_CHARS = 100
 TIME_STAMP = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z ")  # of the Docker Engine
 
+_KILLED = 137  # the exit code of a process that signal 9 ended
+_MAX_OOM_DELAY_S = 3  # of the kernel's message; the event comes within a millisecond on an idle machine
 _MAX_LINE_BYTES = 65_536  # the rest of a longer line is left out
 
 
@@ -386,13 +388,35 @@ def _read_status(container: Container, log: LogFile) -> ServerStatus:
         return ServerStatus(ServerDeath(how="removed"))
     state = container.attrs["State"]
     restarts = int(container.attrs.get("RestartCount") or 0)
-    oom_killed = bool(state.get("OOMKilled"))
+    oom_killed = bool(state.get("OOMKilled")) or (not state["Running"] and _has_late_oom_event(container, state))
     if state.get("Paused"):
         return ServerStatus(ServerDeath(how="paused"), oom_killed, restarts)
     if state["Running"]:
         return ServerStatus(ServerDeath(how="restarted") if restarts else None, oom_killed, restarts)
     exit_code, error = int(state["ExitCode"]), str(state.get("Error") or "")
     return status_at_end(ExitState(exit_code=exit_code, oom_killed=oom_killed, error=error), log, restarts)
+
+
+def _has_late_oom_event(container: Container, state: dict[str, Any]) -> bool:
+    """Check whether the kernel killed an ended container for memory although its state says that it did not.
+
+    `OOMKilled` stays False where the kernel's message about the memory reaches the engine after the one about the end,
+    a few milliseconds later; the engine's events have it.
+    """
+    if state["ExitCode"] != _KILLED:
+        return False
+    ended_s = int(datetime.fromisoformat(f"{state['FinishedAt'][:19]}+00:00").timestamp())
+    client, wanted = container.client, {"container": container.id, "event": "oom"}
+    assert client is not None
+
+    def wait_for_event() -> bool:
+        until_s = ended_s + _MAX_OOM_DELAY_S
+        with contextlib.closing(client.events(since=ended_s - 1, until=until_s, filters=wanted)) as events:
+            return next(events, None) is not None
+
+    with contextlib.suppress(ServerError, OSError, *DOCKER_ERRORS):
+        return ask_engine(wait_for_event)
+    return False
 
 
 def status_at_end(end: ExitState, log: LogFile, restarts: int = 0) -> ServerStatus:

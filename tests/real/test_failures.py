@@ -123,7 +123,7 @@ def test_an_engine_that_is_killed_in_mid_run_makes_the_run_invalid(tmp_path: Pat
     lines = (folder / "logs" / "r1-s-bursts.server.log").read_bytes().split(b"\n")
     first_said = next(place for place, line in enumerate(lines, start=1) if b"EngineDeadError: EngineCore" in line)
     assert number == first_said, "at the moment it died"
-    assert "to solve it: look for 'Out of memory' and for GPU faults in `dmesg`" in evidence
+    assert "to solve it: look for 'Killed process' and for GPU faults in `dmesg`" in evidence
     told = [failed for failed in ran.summary.failures if failed.cause is not None]
     assert told != [] and {failed.id for failed in told} <= {"req.engine_dead", "req.disconnected", "req.refused"}
     assert any("1 of 2 " in reason for reason in sentences(ran.manifest.reasons))
