@@ -1,6 +1,8 @@
 """Recorded agents on the embedded engine: order, sub-agents, lengths, history, failures."""
 
+import itertools
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -144,14 +146,33 @@ def test_a_start_inside_the_trace_sends_only_what_was_recorded_after_it(tmp_path
     assert (second.conversation, second.repetition, second.ended, second.open) == (1000, 1, 1, 5)
 
 
-def test_two_load_processes_store_their_conversations(tmp_path: Path, engine: str) -> None:
+def meeting_server() -> type[Handler]:
+    """A server that keeps the first two requests until both are there."""
+    both, number = threading.Barrier(2), itertools.count()
+
+    class Meeting(Handler):
+        def do_POST(self) -> None:
+            self.body()
+            if next(number) < 2:
+                both.wait(PATIENCE_S)
+            events = [{"choices": [{"delta": {"content": "no"}}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+            lines = [*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"]
+            self.answer(200, "".join(lines), "text/event-stream")
+
+    return Meeting
+
+
+def test_two_load_processes_store_their_conversations(tmp_path: Path) -> None:
+    """The first one may send all the rest before the second one gets its first answer."""
     path = write_rows(tmp_path / "e.jsonl", [row for name in "abcd" for row in edge_rows(name)])
     replay = AgentTrace(file=path.name, delay_scale=0)
-    load = Load(user="agent_trace", users=2, processes=2, requests=12, output_tokens=2, agent_trace=replay)
-    driven(tmp_path, engine, load, trace_file=str(path))
+    load = Load(user="agent_trace", users=2, processes=2, requests=12, output="natural", agent_trace=replay)
+    with listening(meeting_server()) as url:
+        driven(tmp_path, url, load, trace_file=str(path))
     replays = replays_of(tmp_path)
-    assert sum(one.ended for one in replays) == 12 and [one.place for one in replays][:2] == [0, 1]
-    assert {one.conversation % 1000 for one in replays} == {0}
+    assert sum(one.ended for one in replays) == 12
+    assert [one.place for one in replays] == [one.conversation // 1000 % 4 for one in replays]
+    assert {0, 1000} <= {one.conversation for one in replays}, "those of both processes"
 
 
 def bash_rows(id: str, *commands: str) -> list[dict[str, object]]:
