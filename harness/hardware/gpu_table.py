@@ -96,6 +96,16 @@ def identify_gpu(card: Mapping[str, Any]) -> GpuSpec | None:
     return min(specs, key=distance, default=None)
 
 
+def gpu_title(card: Mapping[str, Any]) -> str | None:
+    """Name and target of a machine's GPU: "Radeon 8060S gfx1151"; None: neither is known.
+
+    The kernel's name, such as "ip discovery", is used where the table has none.
+    """
+    spec = identify_gpu(card)
+    names = [card.get("name") if spec is None else spec.name, card.get("target")]
+    return " ".join(str(name) for name in names if name) or None
+
+
 _MEMORY_DEVICE = 17  # of the SMBIOS specification (DSP0134), section 7.18
 
 

@@ -13,13 +13,13 @@ from harness.base.units import NOTHING, count, duration, percent, verb
 from harness.engines import engines
 from harness.engines.flags import get_option
 from harness.hardware.bounds import MAX_SHARE, run_gpu, run_model, turn_floor
-from harness.hardware.gpu_table import identify_gpu
 from harness.numbers.summary import Summary
 from harness.numbers.validity import MAX_TURN_S
-from harness.records.manifest import CellRun, Machine, Run
+from harness.records.manifest import CellRun, Run
 from harness.records.records import Request
 from harness.records.run_data import RunData
 from harness.report.elements import Grid, plain_grid
+from harness.report.manifest_facts import describe_machine
 from harness.scenario import Load, Scenario, prompts_of
 from harness.workload.agent_traces.inline_iou import mean_iou
 
@@ -206,7 +206,7 @@ def _settings(run: Run, scenario: Scenario, load: Load, ran: CellRun, turns: int
     yield from _client_settings(scenario, load)
     # Of a server that already ran, the machine may be another one.
     is_known = ran.served_by.template is not None or run.remote is not None
-    hardware = _hardware(run.server_machine) if is_known else None
+    hardware = describe_machine(run.server_machine) if is_known else None
     is_same = None if hardware is None else "Thor" in hardware
     yield ReferenceSetting("Hardware", REFERENCE_HARDWARE, hardware, is_same)
 
@@ -267,8 +267,3 @@ def _client_settings(scenario: Scenario, load: Load) -> Iterator[ReferenceSettin
 def _number(name: str, reference: int, here: int | None) -> ReferenceSetting:
     shown = None if here is None else f"{here:,}"
     return ReferenceSetting(name, f"{reference:,}", shown, None if here is None else here == reference)
-
-
-def _hardware(machine: Machine) -> str | None:
-    names = [spec.names[0] for gpu in machine.gpus if (spec := identify_gpu(gpu)) is not None]
-    return ", ".join(dict.fromkeys(names)) or machine.cpu

@@ -3,7 +3,6 @@
 import gzip
 import os
 import shutil
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -33,7 +32,7 @@ from harness.records.directory import folder_name, list_runs, read_inputs, work_
 from harness.records.manifest import QUICK, Run, ServedBy, read_run
 from harness.report import words
 from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fold, Grid, Paragraph, TableColumn, plain_grid
-from harness.report.manifest_facts import UNKNOWN, manifest_facts
+from harness.report.manifest_facts import UNKNOWN, describe_machine, manifest_facts
 from harness.report.markdown import render
 from harness.report.result_card import code, render_card
 from harness.report.sections import simulated_note
@@ -210,7 +209,9 @@ def collect_board(results: Path, shipped: Path) -> Board:
     groups = [_make_group(members) for _, members in sorted(same_work.items())]
     own = results / THIRD_PARTY
     return Board(
-        machines=dict(sorted({run.server_machine.name: _describe_machine(run) for run, _ in runs}.items())),
+        machines=dict(
+            sorted({run.server_machine.name: describe_machine(run.server_machine) or "" for run, _ in runs}.items())
+        ),
         groups=sorted(
             (group for group in groups if group.entries),
             key=lambda group: (group.simulated, group.scenario, group.model),
@@ -296,12 +297,6 @@ def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
 def _mean(row: Row, cells: Mapping[str, CellSummary], metric: str) -> float | None:
     estimate = estimate_row(row, cells, metric)
     return None if estimate is None else estimate.value
-
-
-def _describe_machine(run: Run) -> str:
-    """The GPUs of a machine, else its CPU."""
-    gpus = Counter(str(gpu.get("name") or gpu.get("target")) for gpu in run.server_machine.gpus)
-    return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in gpus.items()) or run.server_machine.cpu or ""
 
 
 def board_page(board: Board) -> list[Element]:

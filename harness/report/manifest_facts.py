@@ -6,6 +6,7 @@ from typing import Any
 
 from harness.base.command_line import command_line
 from harness.base.units import format_date, gib
+from harness.hardware.gpu_table import gpu_title
 from harness.numbers.power_settings import POWER_KEYS, power_text
 from harness.records.manifest import Machine, Run, ServedBy
 
@@ -14,9 +15,14 @@ _DRIVER = "amdgpu version"
 
 
 def describe_gpus(machine: Machine) -> str | None:
-    """The GPUs of a machine with their targets; None without one."""
-    gpus = Counter(" ".join(filter(None, (gpu.get("name"), gpu.get("target")))) for gpu in machine.gpus)
+    """The GPUs of a machine with their targets: "2x Radeon RX 7900 XTX gfx1100"; None without one."""
+    gpus = Counter(filter(None, map(gpu_title, machine.gpus)))
     return ", ".join(name if number == 1 else f"{number}x {name}" for name, number in gpus.items()) or None
+
+
+def describe_machine(machine: Machine) -> str | None:
+    """The GPUs of a machine, else its CPU; None: neither is known."""
+    return describe_gpus(machine) or machine.cpu
 
 
 def machine_facts(run: Run) -> dict[str, str | None]:
@@ -53,6 +59,11 @@ def server_facts(served: ServedBy) -> dict[str, str | None]:
     }
 
 
+def measured_with(run: Run) -> str:
+    """The suite with its version, as far as the manifest has it."""
+    return f"amd-llm-load {run.versions.get('amd-llm-load', '')}".strip()
+
+
 def manifest_facts(run: Run) -> dict[str, str]:
     """All facts of a run by name, those of its servers with the server's name."""
     facts: dict[str, str | None] = {"Run": run.id, "Date": format_date(run.started_wall_s), "Model": run.scenario.model}
@@ -63,7 +74,7 @@ def manifest_facts(run: Run) -> dict[str, str]:
     for server in run.scenario.servers:
         if server in by_server:
             facts |= {f"{name} ({server})": text for name, text in server_facts(by_server[server]).items()}
-    facts["Measured with"] = f"amd-llm-load {run.versions['harness']}" if "harness" in run.versions else None
+    facts["Measured with"] = measured_with(run)
     return {name: text or UNKNOWN for name, text in facts.items()}
 
 

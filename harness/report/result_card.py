@@ -14,7 +14,7 @@ from harness.numbers.stats import Estimate
 from harness.numbers.summary import CellSummary, Row, Summary
 from harness.records.manifest import Run
 from harness.report.elements import LIMITED
-from harness.report.manifest_facts import UNKNOWN, machine_facts, server_facts
+from harness.report.manifest_facts import UNKNOWN, describe_machine, machine_facts, server_facts
 from harness.report.words import one_line
 
 MAX_LINES = 25
@@ -32,7 +32,7 @@ def render_card(run: Run, summary: Summary, command: str, answers: Sequence[str]
     shown, more = summary.rows[:_MAX_ROWS], len(summary.rows) - _MAX_ROWS
     head = ["server / load", *(f"{title} (95 %)" for title in _COLUMNS.values()), "failed", "repeats"]
     lines = [
-        f"**{code(run.scenario.model)} on {code(_machine(run))}**",
+        f"**{code(run.scenario.model)} on {code(describe_machine(run.server_machine) or run.server_machine.name)}**",
         "",
         *(line for answer in answers for line in (answer, "")),
         f"| {' | '.join(head)} |",
@@ -60,11 +60,6 @@ def code(text: str, *, in_cell: bool = False) -> str:
     space = " " if plain.startswith("`") or plain.endswith("`") or not plain else ""
     shown = plain.replace("|", "¦") if in_cell else plain  # a bar would end the cell
     return f"{fence}{space}{shown}{space}{fence}"
-
-
-def _machine(run: Run) -> str:
-    facts = machine_facts(run)
-    return facts["GPU"] or facts["CPU"] or run.server_machine.name
 
 
 def _table_row(row: Row, cells: Mapping[str, CellSummary]) -> str:

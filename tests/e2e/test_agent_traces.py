@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,12 @@ def test_a_start_inside_the_trace_sends_only_what_was_recorded_after_it(tmp_path
     assert (second.conversation, second.repetition, second.ended, second.open) == (1000, 1, 1, 5)
 
 
+def streamed(delta: Mapping[str, object]) -> str:
+    """A streamed answer with one delta."""
+    events = [{"choices": [{"delta": delta}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+    return "".join([*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"])
+
+
 def meeting_server() -> type[Handler]:
     """A server that keeps the first two requests until both are there."""
     both, number = threading.Barrier(2), itertools.count()
@@ -155,7 +162,10 @@ def meeting_server() -> type[Handler]:
             self.body()
             if next(number) < 2:
                 both.wait(PATIENCE_S)
-            events = [{"choices": [{"delta": {"content": "no"}}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
+            events = [
+                {"choices": [{"delta": {"content": "no"}}]},
+                {"choices": [{"delta": {}, "finish_reason": "stop"}]},
+            ]
             lines = [*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"]
             self.answer(200, "".join(lines), "text/event-stream")
 
@@ -197,9 +207,7 @@ def shell_server(seen: list[tuple[str | None, dict[str, object]]], *commands: st
             delta = (
                 {"tool_calls": [{"index": 0, "id": "x", "function": function}]} if left.pop(0) else {"content": "no"}
             )
-            events = [{"choices": [{"delta": delta}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}]
-            lines = [*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"]
-            self.answer(200, "".join(lines), "text/event-stream")
+            self.answer(200, streamed(delta), "text/event-stream")
 
     return Shell
 

@@ -27,7 +27,9 @@ ALLOWED: dict[str, set[str]] = {
     "numbers": {"engines", "failures", "records", "scenario"},
     "machine": {"engines", "records"},
     "hardware": {"engines", "machine", "numbers", "records"},
-    "report": {"__version__", "engines", "failures.diagnosis", "numbers", "records", "scenario"},
+    "report": {
+        "__version__", "engines", "failures.diagnosis", "hardware.gpu_table", "numbers", "records", "scenario",
+    },
     "imports": {"__version__", "numbers", "records", "scenario"},
     "load": {
         "__version__", "engines", "failures.unexpected_response", "numbers.formulas",

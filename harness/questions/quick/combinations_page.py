@@ -1,14 +1,14 @@
 """The tables of combinations, and the page to paste into a forum: what ran, on which machine, and how fast."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from harness.base.units import NOTHING, count, figures, format_date, gib
 from harness.engines import engines
 from harness.hardware.bounds import run_model
-from harness.hardware.gpu_table import identify_gpu
 from harness.questions.quick.decide import MIN_CACHED, CombinationNumbers, CombinationsReport, Repeated
 from harness.records.manifest import CellRun, Run
 from harness.report.elements import LIMITED, Bullet, Bullets, Element, Fact, Facts, Grid, Paragraph, TableColumn
+from harness.report.manifest_facts import machine_facts, measured_with, server_facts
 from harness.report.sections import simulated_note
 
 UNKNOWN = "not known"
@@ -121,62 +121,33 @@ def _together(combination: CombinationNumbers) -> float:
     return 0.0 if combination.tok_s is None else combination.tok_s.value
 
 
-def machine_facts(run: Run, ran: CellRun, *, is_here: bool) -> dict[str, str | None]:
-    """Return what ran, and on which machine; None: not known. `is_here`: the server's machine is known."""
-    served, machine = ran.served_by, run.server_machine
-    settings = machine.kernel_parameters
-    of_host = {
-        "Machine": ", ".join(filter(None, [
-            *map(_gpu_name, machine.gpus), machine.cpu,
-            None if machine.ram_bytes is None else f"{gib(machine.ram_bytes)} RAM",
-        ])) or None,
-        "Kernel": machine.kernel,
-        "ROCm": machine.rocm,
-        "Power profile": ", ".join(_power(settings, machine.gpus)) or None,
-        "Memory split": "; ".join(filter(None, map(_memory_split, machine.gpus))) or None,
-    }  # fmt: skip
-    if not is_here:  # the server's machine is another one
-        of_host = dict.fromkeys(of_host)
-    contents = None if served.contents is None else served.contents.rocm
-    return of_host | {
-        "ROCm": contents or of_host["ROCm"],
+def facts_to_paste(run: Run, ran: CellRun, *, is_here: bool) -> dict[str, str | None]:
+    """Return what ran, and on which machine; None: not known. `is_here`: the server's machine is known.
+
+    The machine's name is left out: it is of no use to others.
+    """
+    served, host = ran.served_by, machine_facts(run)
+    if not is_here:
+        host = dict.fromkeys(host)
+    image = server_facts(served)
+    memory = host["RAM"] and f"{host['RAM']} RAM"
+    return {
+        "Machine": ", ".join(filter(None, (host["GPU"], host["CPU"], memory))) or None,
+        "GPU memory": host["GPU memory"],
+        "Power": host["Power"],
+        "Kernel": host["Kernel"],
+        "ROCm": image["ROCm of the image"] or host["ROCm of the host"],
         "Engine": ", ".join(filter(None, [_engine_name(ran), served.version, served.image])) or None,
         "Model": served.model or run.scenario.model,
         "Weights": _weights(ran),
         "Date": format_date(run.started_wall_s),
-        "Measured with": f"amd-llm-load {run.versions.get('amd-llm-load', '')}".strip(),
+        "Measured with": measured_with(run),
     }
 
 
 def _engine_name(ran: CellRun) -> str | None:
     name = None if ran.served_by.startup is None else ran.served_by.startup.engine
     return next((engine.title for engine in engines() if engine.name == name), None)
-
-
-def _gpu_name(card: Mapping[str, object]) -> str | None:
-    spec = identify_gpu(card)
-    names = [None if spec is None else spec.names[0], card.get("target")]
-    return " ".join(str(name) for name in names if name) or None
-
-
-def _power(settings: Mapping[str, str], gpus: Sequence[Mapping[str, object]]) -> Iterator[str]:
-    if profile := settings.get("power profile"):
-        yield profile
-    if governor := settings.get("cpu governor"):
-        yield f"CPU governor {governor}"
-    for level in dict.fromkeys(gpu.get("performance_level") for gpu in gpus):
-        if level:
-            yield f"GPU performance level {level}"
-
-
-def _memory_split(card: Mapping[str, object]) -> str | None:
-    """VRAM of a card, and of an APU also the GTT: its carve-out (UMA) and the host's pages that it may use."""
-    vram, gtt = card.get("vram_bytes"), card.get("gtt_bytes")
-    if not isinstance(vram, int):
-        return None
-    if not card.get("integrated"):
-        return f"{gib(vram)} VRAM"
-    return f"{gib(vram)} UMA (VRAM)" + (f", {gib(gtt)} GTT" if isinstance(gtt, int) else "")
 
 
 def _weights(ran: CellRun) -> str | None:

@@ -22,7 +22,7 @@ from harness.hardware.model import find_model, read_model
 from harness.numbers import formulas
 from harness.numbers.summarize import summarize_with_counts
 from harness.questions.findings.decide import with_findings
-from harness.questions.quick.combinations_page import combination_notes, machine_facts
+from harness.questions.quick.combinations_page import combination_notes, facts_to_paste
 from harness.questions.quick.decide import (
     CombinationsReport,
     QuickReport,
@@ -355,7 +355,7 @@ def combinations_report(folder: Path, target: Target, options: Mapping[str, obje
         reasons=group_reasons(summary.reasons),
         combinations=combinations,
         notes=combination_notes(combinations),
-        facts=machine_facts(data.run, ran, is_here=is_here),
+        facts=facts_to_paste(data.run, ran, is_here=is_here),
         next={
             command_line("harness", "report", data.run.id, *where): "all percentiles, findings and charts",
             command_line(

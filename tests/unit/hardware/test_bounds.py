@@ -7,7 +7,7 @@ import pytest
 
 from harness.base.errors import HarnessError
 from harness.hardware.bounds import classify, decode_bound, share, ttft_floor
-from harness.hardware.gpu_table import find_gpu, gpu_specs, identify_gpu
+from harness.hardware.gpu_table import find_gpu, gpu_specs, gpu_title, identify_gpu
 from harness.records.manifest import Machine, ModelSize, Startup
 from harness.records.run_data import load
 from harness.scenario import Load, Server
@@ -127,6 +127,12 @@ def test_a_card_is_told_from_others_of_its_target(
     card = {"target": target, "compute_units": units, "vram_bytes": None if gib is None else gib << 30}
     found = identify_gpu(card)
     assert (None if found is None else found.name) == name
+    assert gpu_title(card | {"name": "ip discovery"}) == f"{name or 'ip discovery'} {target}"
+
+
+def test_a_card_without_a_name_has_its_target() -> None:
+    assert gpu_title({"target": "gfx900"}) == "gfx900" and gpu_title({"name": "Vega 10"}) == "Vega 10"
+    assert gpu_title({}) is None
 
 
 def made_run(

@@ -42,7 +42,7 @@ def steady(factor: float = 1.0) -> Callable[[Cell], float]:
 
 def test_a_run_is_filed_and_shown_under_the_machine_of_its_server(tmp_path: Path) -> None:
     parameters = {"power profile": "performance"}
-    gpus = [{"target": "gfx1151", "name": "Strix Halo"}]
+    gpus = [{"target": "gfx1151", "name": "ip discovery"}]
     box = Machine(name="gpu-box", cpu="Ryzen AI", ram_bytes=128 * 2**30, kernel="6.18", gpus=gpus,
                   kernel_parameters=parameters)  # fmt: skip
     remote = RemoteMachine(machine=box, harness="1", offset_s=0.0, error_s=0.01)
@@ -50,13 +50,14 @@ def test_a_run_is_filed_and_shown_under_the_machine_of_its_server(tmp_path: Path
     target, _ = add_result(tmp_path / "one", tmp_path / "results")
     assert target == tmp_path / "results/gpu-box/which/one"
     board = collect_board(tmp_path / "results", tmp_path)
-    assert board.machines == {"gpu-box": "Strix Halo"}
+    assert board.machines == {"gpu-box": "Radeon 8060S gfx1151"}
     assert {entry.machine for group in board.groups for entry in group.entries} == {"gpu-box"}
     assert {entry.power for group in board.groups for entry in group.entries} == {"performance"}
     facts = board.manifests["one"]
+    assert facts["GPU"] == "Radeon 8060S gfx1151", "by the table: the kernel's name is that of a driver"
     assert (facts["CPU"], facts["Kernel"], facts["Load generator"]) == ("Ryzen AI", "6.18", run.machine.name)
     card = render_card(run, read_summary(target), "harness run which.yaml")
-    assert "Strix Halo" in card and "6.18" in card and "performance" in card
+    assert "Radeon 8060S" in card and "6.18" in card and "performance" in card
     assert '"gpu-box"' in junit_cases.render(read_summary(target), run)
 
 
@@ -138,7 +139,10 @@ def filed(tmp_path: Path) -> Path:
 
 def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
     board = collect_board(filed, RESULTS)
-    assert list(board.machines.items()) == [("<script>alert(1)</script>|x", "2x MI300X"), ("strix", "Ryzen")]
+    assert list(board.machines.items()) == [
+        ("<script>alert(1)</script>|x", "2x Instinct MI300X gfx942"),
+        ("strix", "Ryzen"),
+    ]
     real, model = board.groups
     assert (real.simulated, model.simulated, real.metric) == (False, True, "wall")
     assert [(e.run, e.server, e.best) for e in real.entries] == [
@@ -203,7 +207,8 @@ def test_page_and_markdown_need_nothing_else_and_texts_stay_texts(filed: Path) -
     assert all(part in shown for part in ("<script>alert(1)</script>|x", "SIMULATED ENGINE", "2027-01-16"))
     assert shown.index("which") < shown.index("Third-party")
     assert [line.partition(": b")[0] for line in text.splitlines()[4:8]] == [
-        "| Scenario | &lt;script&gt;alert(1)&lt;/script&gt;\\|x (2x MI300X) | strix (Ryzen) |", "|:---|:---|:---|",
+        "| Scenario | &lt;script&gt;alert(1)&lt;/script&gt;\\|x (2x Instinct MI300X gfx942) | strix (Ryzen) |",
+        "|:---|:---|:---|",
         "| which · m | 2.41 s", "| which · m (SIMULATED) | – | 0.802 s",
     ]  # fmt: skip
 

@@ -32,9 +32,9 @@ from harness.questions.quick.combinations_page import (
     UNKNOWN,
     combination_elements,
     combination_notes,
+    facts_to_paste,
     forum_page,
     lead_of_combinations,
-    machine_facts,
 )
 from harness.questions.quick.command import read_wanted
 from harness.questions.quick.decide import CombinationNumbers, CombinationsReport, Repeated, combination_numbers
@@ -400,16 +400,16 @@ def test_nothing_is_invented_about_another_machine(tmp_path: Any) -> None:
                "performance_level": "auto"}],
     )  # fmt: skip
     run = replace(run, machine=machine)
-    here = machine_facts(run, run.cells[0], is_here=True)
+    here = facts_to_paste(run, run.cells[0], is_here=True)
     assert here["Kernel"] == "6.18" and here["ROCm"] == "7.2"
-    assert here["Memory split"] == "0.5 GiB UMA (VRAM), 120.0 GiB GTT"
-    assert here["Power profile"] == "balanced, CPU governor powersave, GPU performance level auto"
-    assert here["Machine"] is not None and "gfx1151" in here["Machine"] and "64.0 GiB RAM" in here["Machine"]
+    assert here["GPU memory"] == "0.5 GiB VRAM (UMA) and 120.0 GiB GTT"
+    assert here["Power"] == "balanced, cpu governor powersave, gpu performance level auto"
+    assert here["Machine"] == "Radeon 8060S gfx1151, A CPU, 64.0 GiB RAM"
     assert not any("secret-host" in (text or "") for text in here.values()), "a name of a machine is nobody's business"
-    there = machine_facts(run, run.cells[0], is_here=False)
-    assert {there[name] for name in ("Machine", "Kernel", "ROCm", "Power profile", "Memory split")} == {None}
-    bare = machine_facts(replace(run, machine=Machine(name="x")), run.cells[0], is_here=True)
-    assert {bare[name] for name in ("Machine", "Kernel", "ROCm", "Power profile", "Memory split")} == {None}
+    there = facts_to_paste(run, run.cells[0], is_here=False)
+    assert {there[name] for name in ("Machine", "Kernel", "ROCm", "Power", "GPU memory")} == {None}
+    bare = facts_to_paste(replace(run, machine=Machine(name="x")), run.cells[0], is_here=True)
+    assert {bare[name] for name in ("Machine", "Kernel", "ROCm", "Power", "GPU memory")} == {None}
 
 
 # docs/your-words.md
