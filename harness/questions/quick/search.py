@@ -18,6 +18,7 @@ from harness.base.command_line import command_line, option_words, positional
 from harness.base.errors import HarnessError, ServerError
 from harness.base.https import open_session
 from harness.base.reason import sentence
+from harness.hardware.gpu_table import identify_gpu
 from harness.hardware.model import find_model, read_model
 from harness.numbers import formulas
 from harness.numbers.summarize import summarize_with_counts
@@ -365,6 +366,15 @@ def combinations_report(folder: Path, target: Target, options: Mapping[str, obje
     )
 
 
+def _gpu_words(run: Run, *, is_here: bool) -> list[str] | None:
+    """The words by which `expect` knows the server's GPU: none on its own machine. None: the GPU is not known."""
+    known = is_here or run.remote is not None
+    name = next((spec.name for spec in map(identify_gpu, run.server_machine.gpus) if known and spec is not None), None)
+    if name is None:
+        return None
+    return [] if is_here else ["--gpu", name]
+
+
 def next_commands(
     run: Run, url: str, tok_s: float | None, options: Mapping[str, object], *, died: bool = False
 ) -> dict[str, str]:
@@ -380,13 +390,17 @@ def next_commands(
     more = {
         command_line("harness", "live", "--url", url, *given): "its numbers under a load that you set in the browser"
     }
+    is_here = run.remote is None and is_this_machine(urlsplit(url).hostname or "")
+    gpu = _gpu_words(run, is_here=is_here)
     if measured:
-        normal = command_line("harness", "expect", "SIZE", "--gpu", "NAME", *measured)
-        more = {normal: "whether that is normal, by the model's size (14B) and its GPU (7900 XTX)"} | more
-    with suppress(HarnessError):
-        read_model(find_model(run.scenario.model))  # the name that a server gives its model is often no model here
-        allowed = command_line("harness", "expect", *measured, *positional(run.scenario.model))
-        more = {allowed: "what this machine allows"}
+        normal = command_line("harness", "expect", "SIZE", *(["--gpu", "NAME"] if gpu is None else gpu), *measured)
+        by = "the model's size (14B)" + (" and its GPU (7900 XTX)" if gpu is None else "")
+        more = {normal: f"whether that is normal, by {by}"} | more
+    if is_here or gpu is not None:
+        with suppress(HarnessError):
+            read_model(find_model(run.scenario.model))  # the name that a server gives its model is often no model here
+            allowed = command_line("harness", "expect", *(gpu or ()), *measured, *positional(run.scenario.model))
+            more = {allowed: f"what {'this' if is_here else 'its'} machine allows"}
     capacity = command_line("harness", "capacity", "--url", url, *given)
     return {
         capacity: f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",

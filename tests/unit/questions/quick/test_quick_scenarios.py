@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from harness.base.errors import HarnessError, ServerError
@@ -30,6 +31,7 @@ from harness.questions.quick.search import (
     quick_scenario,
     speed_of,
 )
+from harness.records.manifest import Machine, RemoteMachine, Run
 from harness.run.experiment import Target, prepare
 from harness.run.orchestrator import run
 from harness.run.progress import Progress
@@ -158,8 +160,29 @@ def test_the_next_commands_work_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (folder / "config.json").write_text("{}")
     commands = [one.split()[1] for one in next_commands(run, "http://127.0.0.1:8000", 8.0, {})]
     assert commands == ["capacity", "expect", "quick"]
+    elsewhere = [one.split()[1] for one in next_commands(run, "http://192.0.2.1:8000", 8.0, {})]
+    assert elsewhere == ["capacity", "expect", "live", "quick"], "the GPU of this machine says nothing about another"
     dead = next_commands(run, "http://127.0.0.1:8000", 8.0, {}, died=True)
     assert list(dead) == ["harness explain LOG"], "nothing can be measured there"
+
+
+def test_what_is_normal_is_asked_of_the_servers_gpu(tmp_path: Path) -> None:
+    run = write_made_run(tmp_path / "run")
+    gpus: list[dict[str, Any]] = [
+        {"target": "gfx906", "name": "ip discovery"},
+        {"target": "gfx1100", "vram_bytes": 24 << 30},
+    ]
+    box = Machine(name="box", gpus=gpus)
+    known = "harness expect SIZE --gpu 'Radeon RX 7900 XTX' --measured 8"
+
+    def asked(run: Run, url: str) -> str:
+        return next(command for command in next_commands(run, url, 8.0, {}) if " expect " in command)
+
+    assert asked(replace(run, machine=box), "http://127.0.0.1:8000") == "harness expect SIZE --measured 8"
+    assert asked(replace(run, machine=box), "http://192.0.2.1:8000") == "harness expect SIZE --gpu NAME --measured 8"
+    remote = RemoteMachine(machine=box, harness="1", offset_s=0.0, error_s=0.01)
+    for url in ("http://127.0.0.1:8000", "http://192.0.2.1:8000"):  # the first through a tunnel
+        assert asked(replace(run, remote=remote), url) == known
 
 
 @pytest.mark.parametrize("key", [None, KEY])
