@@ -168,11 +168,8 @@ def test_the_next_commands_work_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_is_normal_is_asked_of_the_servers_gpu(tmp_path: Path) -> None:
     run = write_made_run(tmp_path / "run")
-    gpus: list[dict[str, Any]] = [
-        {"target": "gfx906", "name": "ip discovery"},
-        {"target": "gfx1100", "vram_bytes": 24 << 30},
-    ]
-    box = Machine(name="box", gpus=gpus)
+    old, known_card = {"target": "gfx906", "name": "ip discovery"}, {"target": "gfx1100", "vram_bytes": 24 << 30}
+    box = Machine(name="box", gpus=[old, known_card])
     known = "harness expect SIZE --gpu 'Radeon RX 7900 XTX' --measured 8"
 
     def asked(run: Run, url: str) -> str:
