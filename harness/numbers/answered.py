@@ -116,12 +116,6 @@ def median_length(requests: Answered) -> float | None:
     return median if np.isfinite(median) else None
 
 
-def looks_stubby(requests: Answered) -> bool:
-    """Whether most answers are so much shorter than the longest one that a lower load should be measured, too."""
-    lengths = requests.length[np.isfinite(requests.length)]
-    return len(lengths) > 0 and bool(np.median(lengths) <= 2 * STUB_TOKENS and lengths.max() >= MIN_ASKED)
-
-
 def poor_share(requests: Answered) -> float:
     """The share of refused and empty answers in the measured ones."""
     answers = int((requests.measured & (requests.good | requests.poor)).sum())

@@ -45,6 +45,7 @@ from harness.serve.docker_engine import connect, remove_leftovers
 
 MAX_CHANGES = 10  # shown of what differs from the run
 ORPHANS_S = ORPHAN_GRACE_S + 5.0  # for load processes of a killed harness to write their last records
+_MAX_KILL_S = 10.0  # after which one that was killed is stuck in the kernel
 
 
 def resume(
@@ -310,12 +311,21 @@ def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:
 
 
 def _wait_for_orphans(run: Run, progress: Progress) -> None:
-    """Wait for the load processes of a killed harness, which end by themselves and write their last records."""
+    """Wait for the load processes of a killed harness, which end by themselves and write their last records.
+
+    Raises HarnessError where one does not end when it is killed.
+    """
     deadline = time.monotonic() + ORPHANS_S
     if orphans_of(run.owner):
         progress.line("waiting for the load processes of the killed run")
     while orphans := orphans_of(run.owner):
-        if time.monotonic() > deadline:
+        late_s = time.monotonic() - deadline
+        if late_s > _MAX_KILL_S:
+            pids = ", ".join(str(process.pid) for process in orphans)
+            raise HarnessError(
+                f"load processes of the killed run do not end: {pids}", next_step="End them, then resume the run."
+            )
+        if late_s > 0:
             for process in orphans:
                 with contextlib.suppress(psutil.Error):
                     process.kill()

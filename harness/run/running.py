@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import hashlib
 import importlib.metadata
+import os
 import platform
 import re
 import secrets
@@ -296,9 +297,14 @@ def needs_docker(experiment: Experiment) -> bool:
 
 
 def digest_files(paths: Sequence[Path]) -> str:
-    """Return a digest of the content of files. Raises OSError."""
-    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
-    return hashlib.sha256(b"".join(sorted(read_bytes(path) for path in files))).hexdigest()[:16]
+    """Return a digest of files, by content and by name, those in a folder with their path in it. Raises OSError."""
+    entries = []
+    for path in paths:
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if file.is_file():
+                name = path.name if file == path else file.relative_to(path)
+                entries.append(os.fsencode(name) + b"\0" + hashlib.sha256(read_bytes(file)).digest())
+    return hashlib.sha256(b"".join(sorted(entries))).hexdigest()[:16]
 
 
 def _git_commit() -> str | None:

@@ -393,8 +393,6 @@ def _load_parameters(load: Load, prompts: Prompts) -> Any:
         "model",
     )
     shape |= {key: value for key in behaviour if (value := getattr(load, key))}
-    if load.agent_trace is not None:  # the hash of its content is in the sum, and not where it lies
-        shape["agent_trace"] = msgspec.to_builtins(load.agent_trace) | {"file": ""}
     shape |= {} if load.arrivals is None else {"arrivals": load.arrivals}
     shape |= {"own_words": True} if asks_own_words(load, prompts) else {}
     if load.agent_trace is not None:  # what is in its file, and which steps fit, is in the hash by itself

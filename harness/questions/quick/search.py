@@ -248,13 +248,13 @@ def measure_speed(
 ) -> RequestSpeed:
     """Return the speed of a short streamed request. Raises ServerError when the model does not answer.
 
-    A slow one is repeated: it may have included the load of the model, or met a busy machine. `with_usage` asks for the
-    tokens of its prompt, which some servers refuse.
+    A slow one is repeated where the model was perhaps loaded, or the machine busy, and where that costs little time.
+    `with_usage` asks for the tokens of its prompt, which some servers refuse.
     """
     begin_s = time.monotonic()
     first = _ask(base, model, key, key_name, with_usage)
-    is_slow = first.ttft_s > SLOW_FIRST_S or time.monotonic() - begin_s < SLOW_FIRST_S
-    if choose_effort(first) is EFFORTS[0] or not is_slow:
+    is_cheap = time.monotonic() - begin_s < SLOW_FIRST_S
+    if choose_effort(first) is EFFORTS[0] or not (first.ttft_s > SLOW_FIRST_S or is_cheap):
         return first
     return min(first, _ask(base, model, key, key_name, with_usage), key=lambda speed: speed.answer_s(FIRST_TOKENS))
 

@@ -107,8 +107,8 @@ def tune(
             experiment, question = _search(scenario, target, model, load, server, *asked, say=progress.line)
         if keep and experiment.target is None:
             raise HarnessError("--keep: the server is started for this, and removed at the end", next_step=LEAVE_OUT)
-        question = replace(question, same_answers=same_answers)
-        folder, report = tuning.tune(experiment, question, runs, progress, keep=keep)
+        question = replace(question, same_answers=same_answers, keep=keep)
+        folder, report = tuning.tune(experiment, question, runs, progress)
     if as_json:
         cli.print_json(flat_keys(report))
     else:

@@ -40,6 +40,7 @@ class TuneQuestion(Struct, frozen=True, kw_only=True):
     of_run: str = ""  # of `harness tune RUN`: the run whose finding advises settings
     finding: str = ""  # its code
     advised: dict[str, Any] = {}  # the only settings that are tried; {}: they are searched
+    keep: bool = False  # whether a running server keeps settings that are proven to be better
 
     def spell(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Settings as the server's user writes them."""

@@ -199,13 +199,8 @@ def _options_of(target: Target, scenario: Scenario) -> dict[str, Any]:
     return options
 
 
-def tune(
-    experiment: Experiment, question: TuneQuestion, runs: Path, progress: Progress, *, keep: bool = False
-) -> tuple[Path, TuneReport]:
-    """Search and prove; return the run directory and the report. Raises as `run` does.
-
-    `keep`: a running server keeps settings that are proven to be better.
-    """
+def tune(experiment: Experiment, question: TuneQuestion, runs: Path, progress: Progress) -> tuple[Path, TuneReport]:
+    """Search and prove; return the run directory and the report. Raises as `run` does."""
     check_all_gpus(experiment)
     experiment = resolve_auto(experiment, progress.line)
     progress.line(f"At most {duration(question.budget_s)} (--budget), the proof included.")
@@ -217,7 +212,7 @@ def tune(
         yield from TuneSearch(running, replace(question, run=running.id), TuneTrials(), began_s).cells()
 
     advised = with_resume_advice(lambda: _command_of(folder), progress)
-    with restored(experiment, progress, lambda: folder, keep=keep), advised:
+    with restored(experiment, progress, lambda: folder, keep=question.keep), advised:
         folder = start_run(experiment, [], runs, progress, steps, kind="search")
         return folder, prove(folder, experiment, runs, progress, began_s)
 
@@ -408,7 +403,8 @@ def resume_tune(
     experiment = recorded_experiment(folder, target)
     write_tune(folder, report.question, report.trials, report.proof)
     note_change(folder, experiment)
-    with restored(experiment, progress, lambda: folder), with_resume_advice(lambda: _command_of(folder), progress):
+    keep, advised = report.question.keep, with_resume_advice(lambda: _command_of(folder), progress)
+    with restored(experiment, progress, lambda: folder, keep=keep), advised:
         return prove(folder, experiment, runs, progress, began_s)
 
 
@@ -518,14 +514,15 @@ def restored(
 
 def _proven_options(experiment: Experiment, folder: Path) -> dict[str, Any] | None:
     """The options of a running server with the settings that are proven to be better; None: none are."""
-    report, scenario = read_tune(folder), experiment.scenario
+    scenario, report = experiment.scenario, None
+    with contextlib.suppress(HarnessError):  # a damaged file
+        report = read_tune(folder)
     if report is None or report.proof.verdict != "set":
         return None
-    starts = report.trials.starts
-    settings = next(
-        start.settings for start in starts if report.question.spell(start.settings) == report.proof.settings
-    )
-    return with_settings(scenario.servers[DEFAULT], scenario.model, settings).variables
+    for start in report.trials.starts:
+        if report.question.spell(start.settings) == report.proof.settings:
+            return with_settings(scenario.servers[DEFAULT], scenario.model, start.settings).variables
+    return None
 
 
 class PutBack(NamedTuple):

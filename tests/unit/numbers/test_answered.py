@@ -11,7 +11,6 @@ from harness.numbers.answered import (
     are_shorter,
     are_stubs,
     has_free_lengths,
-    looks_stubby,
     median_length,
     poor_share,
     unserved,
@@ -132,8 +131,6 @@ def test_stubs() -> None:
     assert are_stubs(lengths(1, 1, 1, 2, 60), 64.0)
     assert not are_stubs(lengths(1, 1, 1, 2, 60), 8.0) and not are_stubs(lengths(1, 1, 1, 2, 60), None)
     assert not are_stubs(lengths(1, 1, 1, 1), 64.0) and not are_stubs(lengths(1, 2, 3, 9, 60), 64.0)
-    assert looks_stubby(lengths(*[1] * 9, 64)) and not looks_stubby(lengths(*[40] * 9, 64))
-    assert not looks_stubby(lengths(*[1] * 9)) and not looks_stubby(lengths())
     assert (median_length(lengths(1, 3, 9)), median_length(lengths(1, cut=3)), median_length(lengths())) == (
         3,
         None,

@@ -607,6 +607,22 @@ def test_options_that_were_not_given_back_are_named(tmp_path: Path, wording: Wor
     wording(" ".join(said.getvalue().split()))
 
 
+@pytest.mark.parametrize("stored", ["proven", "open", "damaged", "absent"])
+def test_a_server_keeps_only_what_is_proven(tmp_path: Path, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, sent = {"vllm_args": "--x 1"}, list[dict[str, Any]]()
+    given = replace(scenario(), servers={"default": Server(template="running", variables=own)})
+    monkeypatch.setattr("harness.questions.tune.search.load_with_options", lambda *words: sent.append(words[2]))
+    if stored != "absent":
+        store(tmp_path, FOUND if stored == "proven" else changed_report(FOUND, verdict=None))
+    if stored == "damaged":
+        (tmp_path / "tune.json").write_text('{"keep": tr')
+    experiment = Experiment(tmp_path, given, Target("http://127.0.0.1:9"))
+    with restored(experiment, Progress(Console(file=io.StringIO())), lambda: tmp_path, keep=True):
+        pass
+    (options,) = sent
+    assert (options == own) == (stored != "proven"), options
+
+
 def test_the_page_has_the_history_and_the_picture(tmp_path: Path, wording: Wording) -> None:
     page = tune_page(FOUND)
     (grid,) = (element for element in page if isinstance(element, Grid))
