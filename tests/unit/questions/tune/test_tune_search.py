@@ -551,8 +551,8 @@ def test_the_three_records_are_one_file_with_the_keys_of_before(tmp_path: Path) 
     stored = read_tune(tmp_path)
     assert stored is not None
     keys = flat_keys(replace(stored, folder="runs/tune"))
-    of_runs = {"of_run": "", "finding": "", "advised": {}}  # of a search that tries what a finding advises
-    assert json.loads(pretty_json(keys)) == json.loads(raw) | of_runs
+    newer = {"of_run": "", "finding": "", "advised": {}, "keep": False}
+    assert json.loads(pretty_json(keys)) == json.loads(raw) | newer
     store(tmp_path, stored)
     assert read_tune(tmp_path) == stored
     write_tune(tmp_path, stored.question, stored.trials)
