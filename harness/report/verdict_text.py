@@ -206,7 +206,14 @@ def gate_answer(verdict: Verdict) -> str:
         return f"Slower: {text}."
     if verdict.gate == "provisional":
         return f"Probably slower: {text}, provisional; would fail with --provisional. {_settles_gate(verdict, 'R')}."
-    return f"Slower: {text}; whether {limit} is not known. {_settles_gate(verdict, 'R')}."
+    answer = f"{_slower(verdict)}: {text}; whether {limit} is not known."
+    correction = why_undecided(verdict) if verdict.reason == "corrected" else []
+    return " ".join([answer, *(f"{why}." for why in correction), f"{_settles_gate(verdict, 'R')}."])
+
+
+def _slower(verdict: Verdict) -> str:
+    """How sure it is that a side is slower whose whole interval is: few runs, or many comparisons, do not prove it."""
+    return "Slower" if verdict.word == "slower" and not verdict.provisional else "Probably slower"
 
 
 def _settles_gate(verdict: Verdict, first: str = "r") -> str:
@@ -228,7 +235,7 @@ def gate_word(verdict: Verdict) -> str:
     limit = limit_text(verdict.tolerance or 0.0)
     if verdict.gate == "no_slowdown" and verdict.word not in ("faster", "same"):
         return f"slower by under {limit}" if verdict.word == "slower" else f"no slowdown of {limit}"
-    words = {"provisional": "slower (provisional)", "size_unknown": "slower (size not known)",
+    words = {"provisional": "slower (provisional)", "size_unknown": f"{_slower(verdict).lower()} (size not known)",
              "cannot_tell": "cannot tell"}  # fmt: skip
     return words.get(verdict.gate or "", verdict_word(verdict))
 

@@ -16,7 +16,7 @@ from harness.base.command_line import command_line
 from harness.base.errors import HarnessError, RunError
 from harness.base.files import DOCS
 from harness.base.reason import Reason, because, sentence
-from harness.base.units import count, figures, percent
+from harness.base.units import count, figures, percent, verb
 from harness.numbers import stats
 from harness.numbers.block_statistics import fit_trend, work_between
 from harness.numbers.schedule import load_kind
@@ -306,7 +306,7 @@ def _refusal_of_row(row: Row, load: Load | None, cells: Sequence[CellSummary], i
     if load is not None and not is_import and items < (concurrency := max_concurrency(load)):
         return because(
             "plan_too_few_items",
-            f"its rate is that of {concurrency:,} items at once, and {items:,} are fewer",
+            f"its rate is that of {concurrency:,} items at once, and {items:,} {verb(items, 'is', 'are')} fewer",
             items=items,
             concurrency=concurrency,
         )

@@ -12,7 +12,7 @@ from harness.numbers.comparison import Verdict
 from harness.numbers.gate import with_gate
 from harness.questions.history.decide import Point, Series
 from harness.questions.history.page import outcome_sentence
-from harness.report.verdict_text import gate_answer, verdict_sentence, verdict_style
+from harness.report.verdict_text import gate_answer, gate_word, verdict_sentence, verdict_style
 from harness.scenario import Load, Server
 from tests.support.command import called
 from tests.support.made_runs import scenario, served_by, write_made_run
@@ -120,6 +120,17 @@ def test_at_the_tolerance_the_advice_is_another_one(wording: Wording) -> None:
     wording(gate_answer(at_it))
     assert verdict(1 / 1.05, 1 / 1.2, 0.99, n=2, tolerance=0.1).gate_needed == 5
     assert "99.99 %" in gate_answer(verdict(1 / 1.3, 1 / 1.4, 1 / 1.2, n=2, tolerance=0.9999))
+
+
+def test_only_a_proven_verdict_is_slower_without_a_doubt(wording: Wording) -> None:
+    proven = verdict(1 / 1.1, 1 / 1.3, 0.97, n=5, tolerance=0.1)
+    provisional = verdict(1 / 1.1, 1 / 1.3, 0.97, n=5, tolerance=0.1, provisional=True)
+    corrected = replace(proven, word="inconclusive", reason="corrected", p=0.119, comparisons=3)
+    shown = [(gate_answer(one).split(":")[0], gate_word(one)) for one in (proven, provisional, corrected)]
+    probably = ("Probably slower", "probably slower (size not known)")
+    assert shown == [("Slower", "slower (size not known)"), probably, probably]
+    assert "p-value is 0.12" in gate_answer(corrected)
+    wording(gate_answer(corrected))
 
 
 def test_a_history_that_varies_too_much_names_its_spread(wording: Wording) -> None:
