@@ -140,14 +140,15 @@ def define_search(
     members = [MixMember(load=part, unit=load_unit(member_load), step=level_step(member_load), amount=fixed.get(part))
                for part, member_load in loads.items()]  # fmt: skip
     varied = next(member for member in members if member.amount is None)
-    first = next(iter(by_server.values()))
+    first, *others = by_server.values()
+    shared = first if all(slos == first for slos in others) else []
     report = CapacityReport(
         load=load_of_stage(load) or load,
         unit=varied.unit,
         step=varied.step,
         max_level=max_level,
-        slos=[slo.text for slo in first],
-        shares=[slo.share for slo in first],
+        slos=[slo.text for slo in shared],
+        shares=[slo.share for slo in shared],
         knee=knee,
         budget_s=budget_s,
         members=members if is_mix else [],
@@ -328,6 +329,8 @@ class ServerSearch:
             knee = CapacityAnswer(kind="unclear", level=None, low=None, high=None, complete=False)
         return ServerCapacity(
             server=self.name,
+            slos=self._slo_texts,
+            shares=[slo.share for slo in self.slos],
             slo=self._slo_answer(),
             knee=knee,
             settle_s=self._settle_s(),
@@ -406,7 +409,7 @@ class ServerSearch:
         if state != self._printed:
             progress, is_first = self.running.progress, not self._printed
             self._printed = state
-            progress.line(f"{self.name}: {slo_reason(self.report, answer, self.measured).text}")
+            progress.line(f"{self.name}: {slo_reason(self.report, self._slo_texts, answer, self.measured).text}")
             more_s = self._more_s() if is_first and self._is_open else None
             if more_s is not None:
                 remaining_s = max(0.0, self.deadline_s - time.monotonic())
@@ -504,6 +507,10 @@ class ServerSearch:
     def _limits(self) -> tuple[int, int | None]:
         """The highest level, and the only one that is asked for."""
         return self.report.max_level, self.report.at_least_level
+
+    @property
+    def _slo_texts(self) -> list[str]:
+        return [slo.text for slo in self.slos]
 
     def _slo_answer(self) -> CapacityAnswer | None:
         if not self.slos or not self.started:

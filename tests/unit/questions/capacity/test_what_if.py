@@ -75,10 +75,10 @@ def search(folder: Path, question: SeededQuestion, seed: int) -> tuple[RunData, 
         cells[cell.id] = cell_data(made)
     run = write_made_run(folder)
     run = replace(run, scenario=replace(run.scenario, loads=loads), cells=[])
+    slos: Any = {"slos": [slo.text for slo in question.slos], "shares": [slo.share for slo in question.slos]}
     report = CapacityReport(
         load="x", unit="users", step=1.0, max_level=MAX_LEVEL, budget_s=60.0,
-        slos=[slo.text for slo in question.slos], shares=[slo.share for slo in question.slos],
-        servers=[ServerCapacity(server="a", slo=slo_answer(probes, MAX_LEVEL), probes=measured)],
+        **slos, servers=[ServerCapacity(server="a", **slos, slo=slo_answer(probes, MAX_LEVEL), probes=measured)],
     )  # fmt: skip
     known: dict[str, Any] = {"marks": {}, "metrics": {}, "telemetry": {}, "damaged": {}, "unknown_cells": {}}
     return RunData(folder=folder, run=run, planned=planned, cells=cells, **known), report
@@ -101,6 +101,24 @@ def test_a_search_for_other_slos_covers_the_truth_and_short_probes_bound_nothing
     assert all(reason.values["blocks"] < reason.values["needed"] for reason in short)
     levels = {reason.values["loads"][0]["amount"] for reason in short}
     assert answer.values["above"] not in levels and answer.values["level"] not in levels
+
+
+def test_another_server_is_not_answered_by_what_the_first_one_was_asked(tmp_path: Path) -> None:
+    """Both have the same requests. The second one was asked for three times as long a time a token."""
+    question = seeded_question(120)
+    data, report = search(tmp_path / "r", question, 120)
+    (one,) = report.servers
+    easier = question._replace(tpot_s=3 * (question.tpot_s or 0.0))
+    assert one.slo is not None
+    stored = replace(one.slo, low=MAX_LEVEL, level=MAX_LEVEL, high=None, kind="more_than")
+    other = replace(one, server="b", slos=[slo.text for slo in easier.slos], slo=stored)
+    both = replace(report, slos=[], shares=[], servers=[one, other])
+    answers = [what_if.server_answer(data, both, server, question.slos)[0] for server in both.servers]
+    assert answers[0] == one.slo and answers[1].low == one.slo.low
+    assert what_if.server_answer(data, both, other, easier.slos)[0] == stored
+    before = replace(both, slos=one.slos, servers=[replace(server, slos=[]) for server in both.servers])
+    answer, _ = what_if.server_answer(data, before, before.servers[1], question.slos)
+    assert answer != stored, "a file without the SLOs of each server: its own are not known"
 
 
 def test_a_changed_capacity_file_is_an_error(tmp_path: Path) -> None:
