@@ -9,7 +9,7 @@ from harness.base.reason import Reason, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
 from harness.numbers.peak_curve import MIN_KNEE_LEVELS
 from harness.numbers.summary import Summary
-from harness.questions.capacity.level import SLO_PURPOSES, UNHELD, MeasuredProbe
+from harness.questions.capacity.level import UNHELD, MeasuredProbe, is_valid
 from harness.questions.capacity.record import CapacityAnswer, CapacityReport, ServerCapacity
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
 from harness.report.sentences import group_reasons
@@ -23,6 +23,7 @@ STATES = {
     "done": "measured",
     "died": "server died",
     "stopped": "time ran out",
+    "invalid": "does not count",
 }
 
 
@@ -110,7 +111,7 @@ def slo_reason(
     """The largest load that meets the SLOs. `slos`: in words. `what_if`: by the probes of a search for others.
     `settle_s`: a budget that should settle it.
     """
-    probes = [probe for probe in all_probes if probe.purpose in SLO_PURPOSES]
+    probes = [probe for probe in all_probes if is_valid(probe)]
     unit, load = report.unit, report.varied if report.members else None
 
     def amount(level: float | None) -> str:

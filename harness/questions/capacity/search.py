@@ -380,15 +380,16 @@ class ServerSearch:
         can_go_on = not problems and not is_short
         is_stopped = is_short or bool(problems) or probe.purpose == "drift"
         probe.end("died" if died else "stopped" if is_stopped else "unresolved")
-        if problems and not died:  # its load generator failed: what was measured until then decides nothing
-            probe.state = "stopped"
+        if problems and not died:
+            probe.state = "invalid"
         unheld = self._unheld(probe)
         # Refusals at a higher level are a result; at the lowest one they make the run INVALID.
         is_result = probe.level > 1 and probe.unheld == "refused"
         failed = death if died else unheld if is_result else None
         yield from (replace(cell_run, failed=failed) for cell_run in cell_runs)
-        self._record(probe, [cell_run.id for cell_run in cell_runs])
-        self._withdraw_passes(probe)
+        self._record(probe, [cell_run.id for cell_run in cell_runs], problems)
+        if probe.state != "invalid":
+            self._withdraw_passes(probe)
         if probe.purpose == "drift" and probe.state == "done":
             self.drift = find_drift(probe.level, self._repeated_probe().blocks, probe.blocks)
         self.reasons += [death] if died else problems
@@ -630,30 +631,22 @@ class ServerSearch:
             self.reasons.append(because("capacity_not_idle", text, requests=round(remaining), seconds=max_s))
             self._waits = False
 
-    def _record(self, probe: Probe, cells: list[str]) -> None:
-        """Keep an ended probe and its result, and print it."""
+    def _record(self, probe: Probe, cells: list[str], problems: Sequence[Reason] = ()) -> None:
+        """Keep an ended probe and its result, and print it. `problems`: of its cells."""
         measured, at = probe.result(cells), format_loads(self.report, probe.level)
         self.probes.append(probe)
         self.measured.append(measured)
         failed = sum(block.failed for block in probe.blocks)
         if failed and probe.state == "fail":
             self._note_failures(probe, failed, measured.answers)
-        if not measured.answers:
-            self.running.progress.line(f"{self.name}: {at}: the time ran out before the first answer")
-            return
         shares = [
             f"{short_percent(met / decided)} of {decided:,} within {slo.text}"
             for slo, (met, decided) in zip(self.slos, measured.counts, strict=True)
-            if decided and probe.purpose != "knee"
+            if decided and probe.blocks and probe.purpose != "knee"
         ]
-        outcomes: dict[ProbeState, str] = {
-            "pass": "proven", "fail": "broken", "died": "the server died", "unresolved": "too close to decide",
-            "stopped": "time ran out",
-        }  # fmt: skip
-        outcome = f"not held, {UNHELD[probe.unheld]}" if probe.unheld else outcomes.get(probe.state)
         took = duration(measured.seconds) if shares else f"{count(measured.answers, 'answer')} in "
         took += "" if shares else duration(measured.seconds)
-        text = ", ".join([*shares, took, *([] if outcome is None else [outcome])])
+        text = ", ".join([*shares, *([took] if probe.blocks else []), *_outcome(probe, problems)])
         earlier = [
             other for other in self.measured[:-1] if (other.level, other.purpose) == (probe.level, probe.purpose)
         ]
@@ -673,6 +666,22 @@ class ServerSearch:
             text += f" at {at}, the lowest load. Requests fail even there: fix that first"
             text += f". The first: {message}" if message else ""
             self.reasons.append(because("capacity_failures_always", text, **values, message=message))
+
+
+def _outcome(probe: Probe, problems: Sequence[Reason]) -> list[str]:
+    """How a probe ended, in words; none for one that was only measured. `problems`: of its cells."""
+    if probe.unheld:
+        return [f"not held, {UNHELD[probe.unheld]}"]
+    if probe.state == "invalid":
+        return [f"does not count: {problems[0].text}"]
+    if not probe.blocks and probe.state == "stopped":
+        first = "first answer" if probe.cutter.answer_s is None else "first block of answers was complete"
+        return [f"the time ran out before the {first}"]
+    outcomes: dict[ProbeState, str] = {
+        "pass": "proven", "fail": "broken", "died": "the server died", "stopped": "time ran out",
+        "unresolved": "too close to decide" if probe.blocks else "too few answers to decide",
+    }  # fmt: skip
+    return [outcomes[probe.state]] if probe.state in outcomes else []
 
 
 def _decide_drift(probe: Probe) -> ProbeState:

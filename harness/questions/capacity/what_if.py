@@ -108,8 +108,8 @@ def replay(data: RunData, measured: MeasuredProbe, slos: Sequence[Check]) -> Pro
             probe.add(block, probe.cutter.answer_s)
     failed = any(data.run.ran[cell].problems for cell in measured.cells if cell in data.run.ran)
     probe.end("died" if measured.state == "died" else "stopped")
-    if failed and measured.state != "died":  # its load generator failed
-        probe.state = "stopped"
+    if failed and measured.state != "died":
+        probe.state = "invalid"
     elif measured.unheld is not None:
         probe.fail(measured.unheld)
     return probe

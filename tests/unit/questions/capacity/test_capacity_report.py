@@ -1,15 +1,21 @@
 """What a capacity search stores and prints of its servers and probes: each server's SLOs, and how each probe ended."""
 
 import html
+import io
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
+from harness.base.reason import because
+from harness.numbers.share_test import observed
+from harness.questions.capacity.blocks import ProbeBlock, parse_slos
 from harness.questions.capacity.chart import attainment_chart
-from harness.questions.capacity.level import MeasuredProbe
+from harness.questions.capacity.level import MeasuredProbe, Probe, ProbeState, Purpose
 from harness.questions.capacity.page import answer_reasons, capacity_page, probe_cells, probe_headings
 from harness.questions.capacity.record import (
     CapacityAnswer,
@@ -21,8 +27,12 @@ from harness.questions.capacity.record import (
 from harness.questions.capacity.search import ServerSearch, define_search
 from harness.report.elements import Paragraph
 from harness.run.experiment import prepare
+from harness.run.progress import Progress
+from harness.run.running import Running
 from tests.support.command import server, write
+from tests.support.made_runs import request
 from tests.support.made_summaries import summary
+from tests.support.wording import Wording
 
 STRICT, LOOSE, EVERYWHERE = "ttft_p95 <= 1s", "ttft_p95 <= 3s", "e2e_p90 <= 9s"
 CHAT: dict[str, Any] = {"user": "batch", "requests": 6, "output_tokens": 5}
@@ -106,3 +116,30 @@ def test_a_file_from_before_servers_had_their_own_slos_is_read(tmp_path: Path) -
     assert report is not None and report.all_slos == [STRICT]
     assert [probe_cells(report, one, one.probes[0])[2] for one in report.servers] == ["99.0 %", "50.0 %"]
     assert report.holds(report.servers[1]) is False
+
+
+GENERATOR = because("generator_exit", "the load generator ended with exit code 1")
+
+
+@pytest.mark.parametrize("purpose", ["slo", "knee"])
+def test_a_probe_is_printed_with_how_it_ended(tmp_path: Path, purpose: Purpose, wording: Wording) -> None:
+    """Also where it ended before its first block, or before its first answer."""
+    out, slos = io.StringIO(), parse_slos([STRICT])
+    experiment, report, _ = define_search(prepare(write(tmp_path)), None, [STRICT], max_level=64, budget_s=60.0)
+    search = ServerSearch(report, Running(None, experiment, Progress(Console(file=out))), "a", slos)  # type: ignore[arg-type]  # it runs nothing
+    states: list[ProbeState] = ["died", "invalid", "stopped", "unresolved"]
+    for blocks, answers in ((0, 0), (0, 1), (1, 1)):
+        for level, state in enumerate(states, start=10 * blocks + 5 * answers + 1):
+            ended = Probe(level, slos, purpose=purpose)
+            ended.cutter.add([request()] * answers)
+            for _ in range(blocks):
+                ended.add(ProbeBlock(seconds=3.0, samples=[observed(np.full(9, 0.5), np.arange(9.0))], answers=9))
+            ended.state = state
+            search._record(ended, ["c"], [GENERATOR] if state == "invalid" else [])
+    wording(out.getvalue())
+
+
+def test_a_failed_load_generator_is_not_a_lack_of_time() -> None:
+    report = searched()
+    lines = [probe_cells(report, report.servers[0], probe(2, state=state)) for state in ("stopped", "invalid")]
+    assert lines[0][-2] != lines[1][-2] == "does not count"

@@ -5,20 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from harness.base.errors import HarnessError
+from harness.base.reason import because
 from harness.questions.capacity import what_if
 from harness.questions.capacity.blocks import RAMP_BLOCK_ANSWERS, BlockCutter
 from harness.questions.capacity.decide import SloStep, next_slo_step, slo_answer
 from harness.questions.capacity.level import MeasuredProbe, Probe
 from harness.questions.capacity.record import CapacityReport, ServerCapacity
+from harness.records.manifest import CellRun
 from harness.records.records import Request
 from harness.records.run_data import CellData, RunData, cell_data
 from harness.scenario import Load
 from harness.scenario.check_syntax import Check
 from harness.scenario.plan import Cell, cell_of
-from tests.support.made_runs import request, write_made_run
+from tests.support.made_runs import request, served_by, write_made_run
 from tests.support.virtual import closed_loop
 from tests.support.virtual_probes import MAX_LEVEL, SeededQuestion, SeededServer, seeded_question, truths
 
@@ -119,6 +121,24 @@ def test_another_server_is_not_answered_by_what_the_first_one_was_asked(tmp_path
     before = replace(both, slos=one.slos, servers=[replace(server, slos=[]) for server in both.servers])
     answer, _ = what_if.server_answer(data, before, before.servers[1], question.slos)
     assert answer != stored, "a file without the SLOs of each server: its own are not known"
+
+
+def test_a_probe_of_a_failed_load_generator_says_nothing_about_other_slos(tmp_path: Path) -> None:
+    question = seeded_question(120)
+    data, report = search(tmp_path / "r", question, 120)
+    (server,) = report.servers
+    easier = question._replace(tpot_s=2 * (question.tpot_s or 0.0)).slos
+    last = server.probes[-1].cells[0]
+    problem = because("generator_exit", "the load generator ended with exit code 1")
+    more: Any = {"started_wall_s": 0.0, "ended_wall_s": 9.0, "served_by": served_by(), "problems": [problem]}
+    ran = CellRun(**asdict(data.planned[last]), **more)
+    failed = replace(data, run=replace(data.run, cells=[ran]))
+    assert what_if.replay(failed, server.probes[-1], easier).state == "invalid"
+    (answer, _), (without, _) = (
+        what_if.server_answer(known, report, replace(server, probes=probes), easier)
+        for known, probes in ((failed, server.probes), (data, server.probes[:-1]))
+    )
+    assert answer == without
 
 
 def test_a_changed_capacity_file_is_an_error(tmp_path: Path) -> None:
