@@ -149,6 +149,24 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
         """The SLOs of any server, each once."""
         return list(dict.fromkeys([*self.slos, *(slo for server in self.servers for slo in server.slos)]))
 
+    @property
+    def options(self) -> list[str]:
+        """The options of `harness capacity` that ask the same of the same scenario and servers.
+
+        SLOs that not all servers have are those of the scenario, which no option can name.
+        """
+        minutes = self.budget_s / 60
+        budget = f"{minutes:.0f}min" if minutes.is_integer() else f"{self.budget_s:.9g}s"
+        return [
+            *("--load", self.load),
+            *(word for member in self.fixed for word in ("--fix", f"{member.load}={member.amount:.9g}")),
+            *(word for slo in self.slos for word in ("--check", slo)),
+            *(["--at-least", f"{self.at_least:.9g}"] if self.at_least is not None else []),
+            *(["--knee"] if self.knee else []),
+            *("--max-users", str(self.max_level)),
+            *("--budget", budget),
+        ]
+
     def amount(self, level: float) -> float:
         """The amount of a level, in the unit."""
         return level * self.step

@@ -118,12 +118,13 @@ def define_search(
     """Return the experiment with only the load or mix of the search, without checks and comparisons; the report without
     answers; and the SLOs.
 
-    given: the load or mix; None: the first load. slos: as in `--check`. fix: LOAD=USERS, of loads of a mix. at_least:
-    only whether so many users (or requests/s) meet the SLOs is asked. Raises HarnessError for a load that cannot be
-    varied, and for a search without a goal.
+    given: the load (with stages: the first one) or mix; None: the first load. slos: as in `--check`. fix: LOAD=USERS,
+    of loads of a mix. at_least: only whether so many users (or requests/s) meet the SLOs is asked. Raises HarnessError
+    for a load that cannot be varied, and for a search without a goal.
     """
     scenario = experiment.scenario
-    load = given if given in scenario.mixes else load_name(experiment, given)
+    stages = [name for name in scenario.loads if given and load_of_stage(name) == given]
+    load = given if given in scenario.mixes else load_name(experiment, stages[0] if stages else given)
     is_mix = load in scenario.mixes
     loads = {part: scenario.loads[part] for part in scenario.mixes.get(load, [load])}
     _refuse_unvaried(load, loads, knee=knee)

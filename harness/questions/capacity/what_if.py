@@ -66,8 +66,8 @@ def server_answer(
     probes = [replay(data, probe, slos) for probe in stored]
     results = [probe.result(measured.cells) for probe, measured in zip(probes, stored, strict=True)]
     # Of several servers in a file from before, the SLOs of all but the first are not known.
-    known = server.slos or (capacity.slos if len(capacity.servers) == 1 else [])
-    if asked == known and server.slo is not None:  # the search saw the requests in flight, too
+    stored_slos = server.slos or (capacity.slos if len(capacity.servers) == 1 else [])
+    if asked == stored_slos and server.slo is not None:  # the search saw the requests in flight, too
         answer, results, probes = server.slo, stored, []
     else:
         plain_answer = slo_answer(probes, capacity.max_level, capacity.at_least_level, complete=True)

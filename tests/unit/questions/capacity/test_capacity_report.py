@@ -59,6 +59,16 @@ def test_each_server_has_its_own_slos(tmp_path: Path) -> None:
     assert (report.slos, stored) == ([], ["", LOOSE])
 
 
+def test_a_load_with_stages_is_named_without_them(tmp_path: Path) -> None:
+    """The search chooses the users, so it takes the first stage. The record has this name, and a command repeats it."""
+    stages = [{"users": 5, "for_s": 120}, {"users": 20, "for_s": 120}]
+    loads = {"first": CHAT, "people": {"user": "batch", "output_tokens": 5, "stages": stages}}
+    experiment = prepare(write(tmp_path, loads=loads))
+    for given in ("people", "people@20"):
+        _, report, _ = define_search(experiment, given, [STRICT], max_level=64, budget_s=60.0)
+        assert report.load == "people" and report.options[:2] == ["--load", "people"]
+
+
 def probe(level: int, *counts: tuple[int, int], **more: Any) -> MeasuredProbe:
     fields: dict[str, Any] = {
         "cells": ["c"], "level": level, "purpose": "slo", "state": "pass", "blocks": 8, "answers": 99,
