@@ -39,6 +39,7 @@ USER_LOADS: dict[str, dict[str, Any]] = {
     "rag": {"user": "rag", "output_tokens": 256, "output": "natural"},
 }
 USER_PROMPTS = {"chat": {"tokens": 120, "system_tokens": 200}}
+_QUESTION = "How many {} users does this server hold?"
 LIMITS = ["ttft_p95 <= 2s", "tpot_p95 <= 60ms"]
 
 
@@ -112,7 +113,12 @@ def user_scenario(
         chosen = when_ready(lambda: choose_model(base, key, key_name, model, say))
     loads = {user: {**USER_LOADS[user], "users": 1, "duration_s": 60}}
     more = {"prompts": USER_PROMPTS.get(user, {"tokens": 256}), "checks": LIMITS}
-    return running_scenario(f"How many {user} users does this server hold?", chosen, loads, key_name, **more)
+    return running_scenario(_QUESTION.format(user), chosen, loads, key_name, **more)
+
+
+def made_user(scenario: Scenario) -> str | None:
+    """Return the kind of users of a scenario that `user_scenario` made; None for another scenario."""
+    return next((user for user in USER_LOADS if scenario.question == _QUESTION.format(user)), None)
 
 
 @contextmanager

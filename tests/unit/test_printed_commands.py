@@ -33,6 +33,7 @@ from harness.imports.write import import_file
 from harness.machine.inspection import diagnose
 from harness.numbers.summarize import read_summary, summarize_data
 from harness.numbers.validity import DEATHS
+from harness.questions.capacity.record import CapacityReport, write_capacity
 from harness.questions.compare.command import _refuse_mixed_sides, _suggest_about
 from harness.questions.compare.decide import refuse_invalid
 from harness.questions.findings.rules import RowFacts
@@ -135,7 +136,8 @@ def of_findings(folder: Path, word: str) -> Iterator[str]:
         data = made(folder / str(place), word, template=template)
         for is_search in (False, True):
             if is_search:
-                (data.folder / "capacity.json").touch()
+                asked: Any = {"load": as_text(word), "slos": [as_text(word)], "shares": [0.95], "max_level": 8}
+                write_capacity(data.folder, CapacityReport(unit="users", step=1.0, budget_s=60.0, **asked))
             yield row_of(data).run_again
             yield row_of(data).verify("variables")
         if template is None:

@@ -41,7 +41,7 @@ def attainment_chart(report: CapacityReport) -> Chart:
 
 def _attainment_lines(report: CapacityReport, number: int, server: ServerCapacity) -> Iterator[Figure]:
     """The points of each SLO of one server."""
-    for place, slo in enumerate(report.slos):
+    for place, slo in enumerate(report.slos_of(server)):
         probes = [p for p in server.probes if p.purpose == "slo" and _attained_share(p, place) is not None]
         if not probes:
             continue
@@ -55,7 +55,7 @@ def _attainment_lines(report: CapacityReport, number: int, server: ServerCapacit
             f"<b>%{{y:.1f}} %</b> at %{{x}}<br>%{{text}}{NAME}",
             "markers",
             text=list(map(escape_markup, text)),
-            marker={"color": hue, "symbol": symbol(place), "size": 10},
+            marker={"color": hue, "symbol": symbol(report.all_slos.index(slo)), "size": 10},
         )
 
 
@@ -70,5 +70,5 @@ def _slo_rules(report: CapacityReport) -> list[Figure]:
             "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 100 * share, "y1": 100 * share,
             "line": {"color": "@muted", "width": 1.5, "dash": "dot"},
         }
-        for share in sorted(set(report.shares))
+        for share in sorted({*report.shares, *(share for server in report.servers for share in server.shares)})
     ]  # fmt: skip

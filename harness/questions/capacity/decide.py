@@ -18,7 +18,7 @@ from harness.base.units import short_percent
 from harness.numbers.comparison import known_bounds
 from harness.numbers.stats import ASSUMED_FREEDOM, ASSUMED_SD, welch_effect
 from harness.questions.capacity.blocks import ProbeBlock
-from harness.questions.capacity.level import SLO_PURPOSES, MeasuredProbe, Probe
+from harness.questions.capacity.level import MeasuredProbe, Probe, is_valid
 from harness.questions.capacity.record import AnswerKind, CapacityAnswer, CapacityUnit, ServerCapacity
 from harness.scenario import MAX_USERS, Load, is_open_loop
 from harness.scenario.check_syntax import Check
@@ -173,7 +173,7 @@ def _is_hopeless(probes: Sequence[Probe]) -> bool:
 def _next_ramp_level(probes: Sequence[Probe], max_level: int, at_least: int | None) -> int | None:
     """Twice the last level of the ramp, or what is asked for; None if it clearly broke an SLO, or was the highest."""
     top = min(max_level, at_least or max_level)
-    ramp = [probe for probe in probes if probe.purpose == "ramp"]
+    ramp = [probe for probe in _valid(probes) if probe.purpose == "ramp"]
     if not ramp:
         return 1
     if any(probe.purpose == "slo" for probe in probes) or ramp[-1].clearly_missed or ramp[-1].level >= top:
@@ -212,8 +212,8 @@ def _next_proof_level(
 def estimate_level(probes: Sequence[Probe]) -> float | None:
     """Estimate the largest level that meets the SLOs, by the latencies at all levels; None before the first answer."""
     points: dict[int, list[tuple[float, int]]] = {}
-    for probe in probes:
-        if probe.purpose in SLO_PURPOSES and (margin := probe.margin) is not None:
+    for probe in _valid(probes):
+        if (margin := probe.margin) is not None:
             answers = max(1, sum(block.answers for block in probe.blocks))
             points.setdefault(probe.level, []).append(
                 (-math.log(min(max(margin, MARGIN_LIMITS[0]), MARGIN_LIMITS[1])), answers)
@@ -237,7 +237,7 @@ def settle_seconds(probes: Sequence[Probe], max_level: int, at_least: int | None
         return None
     level = step.level if step.purpose == "slo" else max(probe.level for probe in timed)
     round_s = _round_seconds(timed, level, pause_s)
-    done = sum(probe.purpose == "slo" and probe.state != "stopped" for probe in probes)
+    done = sum(probe.purpose == "slo" and probe.state != "stopped" for probe in _valid(probes))
     met, missed = _seen(probes)
     # The maximum, or one user: no level in between is left to try, only the confirmation.
     is_edge = met is None or (met == max_level and missed is None)
@@ -264,7 +264,7 @@ def fitting_step(probes: Sequence[Probe], step: SloStep, remaining_s: float, pau
 
     if step.purpose != "slo" or not timed or fits(step.level):
         return step
-    asked = [probe for probe in timed if probe.purpose in SLO_PURPOSES]
+    asked = _valid(timed)
     proven = max((probe.level for probe in asked if probe.state == "pass"), default=0)
     good = {probe.level for probe in asked if probe.margin is not None and probe.margin <= 1}
     lower = [level for level in good if proven < level < step.level and fits(level)]
@@ -320,11 +320,7 @@ def levels_answer(nets: Mapping[int, int], estimate: float | None) -> CapacityAn
 
 def _seen(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
     """The highest level that seems to meet the SLOs, and the lowest one above it that seems to break one."""
-    margins = {
-        probe.level: margin
-        for probe in probes
-        if probe.purpose in SLO_PURPOSES and (margin := probe.margin) is not None
-    }
+    margins = {probe.level: margin for probe in _valid(probes) if (margin := probe.margin) is not None}
     met = max((level for level, margin in margins.items() if margin <= 1), default=None)
     missed = min((level for level, margin in margins.items() if margin > 1 and level > (met or 0)), default=None)
     return met, missed
@@ -332,11 +328,7 @@ def _seen(probes: Sequence[Probe]) -> tuple[int | None, int | None]:
 
 def with_broken(answer: CapacityAnswer, all_probes: Sequence[MeasuredProbe], slos: Sequence[Check]) -> CapacityAnswer:
     """Add the SLO that the level above the answer missed most, or why it does not count."""
-    level_probes = [
-        probe
-        for probe in all_probes
-        if probe.purpose in SLO_PURPOSES and probe.level == (answer.above or answer.missed)
-    ]
+    level_probes = [probe for probe in all_probes if is_valid(probe) and probe.level == (answer.above or answer.missed)]
     failed = next(
         (probe for probe in level_probes if probe.state in ("fail", "died")), level_probes[0] if level_probes else None
     )
@@ -350,10 +342,13 @@ def with_broken(answer: CapacityAnswer, all_probes: Sequence[MeasuredProbe], slo
     return msgspec.structs.replace(answer, broken=max(missed)[1]) if missed else answer
 
 
+def _valid(probes: Sequence[Probe]) -> list[Probe]:
+    return [probe for probe in probes if is_valid(probe)]
+
+
 def _counted(probes: Sequence[Probe]) -> list[Probe]:
     """The probes that have a result for the SLOs."""
-    ended = [probe for probe in probes if probe.purpose in SLO_PURPOSES]
-    return [probe for probe in ended if probe.state in ("pass", "fail", "died", "unresolved")]
+    return [probe for probe in _valid(probes) if probe.state in ("pass", "fail", "died", "unresolved")]
 
 
 def _net_passes(probes: Sequence[Probe], levels: Sequence[int]) -> dict[int, int]:
@@ -378,7 +373,7 @@ def _net_passes(probes: Sequence[Probe], levels: Sequence[int]) -> dict[int, int
 
 def _misses_below(probes: Sequence[Probe], level: int) -> bool:
     """Whether all requests at a level and below it, together, miss an SLO."""
-    chosen = [probe for probe in probes if probe.level <= level and probe.purpose in SLO_PURPOSES]
+    chosen = [probe for probe in _valid(probes) if probe.level <= level]
     for slo, share in enumerate(chosen[0].shares if chosen else ()):
         met, decided = (sum(probe.counts[slo][place] for probe in chosen) for place in (0, 1))
         if met < share * decided:

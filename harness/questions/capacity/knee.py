@@ -160,7 +160,9 @@ def _measured(probes: Sequence[Probe]) -> list[Probe]:
     return [
         probe
         for probe in probes
-        if probe.purpose == "knee" and probe.state not in ("died", "stopped") and len(probe.steady_blocks) >= 2
+        if probe.purpose == "knee"
+        and probe.state not in ("died", "stopped", "invalid")
+        and len(probe.steady_blocks) >= 2
     ]
 
 

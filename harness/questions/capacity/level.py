@@ -30,8 +30,9 @@ from harness.records.records import AT_LEAST, CUT, FAILED, OBSERVED
 from harness.scenario.check_syntax import Check
 from harness.scenario.plan import load_of_part
 
-# done: of a probe of the ramp, for throughput or drift. stopped: the budget was spent, or its load generator failed.
-ProbeState = Literal["open", "pass", "fail", "unresolved", "done", "died", "stopped"]
+# done: of a probe of the ramp, for throughput or drift. stopped: the budget was spent. invalid: its load generator
+# failed, or its cells do not count for another reason; it decides nothing.
+ProbeState = Literal["open", "pass", "fail", "unresolved", "done", "died", "stopped", "invalid"]
 Purpose = Literal["ramp", "slo", "knee", "drift"]
 # Why a level is not held although its latencies meet the SLOs.
 Unheld = Literal["refused", "unserved", "short"]
@@ -232,6 +233,11 @@ class Probe:
             margin=None if self.purpose not in SLO_PURPOSES or self.margin == math.inf else self.margin,
             tok_s=sum(block.output_tokens for block in measured) / measured_s if measured_s else None,
         )
+
+
+def is_valid(probe: Probe | MeasuredProbe) -> bool:
+    """Whether the requests of a probe count for the SLOs."""
+    return probe.purpose in SLO_PURPOSES and probe.state != "invalid"
 
 
 def are_missed(rows: Rows, slos: Sequence[Check]) -> Bools:

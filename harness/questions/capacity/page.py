@@ -9,7 +9,7 @@ from harness.base.reason import Reason, because, sentence
 from harness.base.units import NOTHING, count, duration, figures, significant
 from harness.numbers.peak_curve import MIN_KNEE_LEVELS
 from harness.numbers.summary import Summary
-from harness.questions.capacity.level import SLO_PURPOSES, UNHELD, MeasuredProbe
+from harness.questions.capacity.level import UNHELD, MeasuredProbe, is_valid
 from harness.questions.capacity.record import CapacityAnswer, CapacityReport, ServerCapacity
 from harness.report.elements import Bullet, Bullets, Element, Grid, Paragraph, TableColumn
 from harness.report.sentences import group_reasons
@@ -23,6 +23,7 @@ STATES = {
     "done": "measured",
     "died": "server died",
     "stopped": "time ran out",
+    "invalid": "does not count",
 }
 
 
@@ -41,11 +42,18 @@ def capacity_page(report: CapacityReport, summary: Summary) -> list[Element]:
         notes.append(f"the load generator was late in {count(limited, 'probe')}; {where}")
     return [
         *invalid,
-        *([Paragraph(f"SLOs: {', '.join(report.slos)}")] if report.slos else []),
+        *map(Paragraph, _slo_lines(report)),
         *(Paragraph(line, "lead") for line in capacity_lines(report)),
         *([probe_grid(report, rows)] if rows else []),
         *([Bullets([Bullet(note) for note in notes])] if notes else []),
     ]
+
+
+def _slo_lines(report: CapacityReport) -> list[str]:
+    """The SLOs: of all servers, else of each server that has some."""
+    if report.slos:
+        return [f"SLOs: {', '.join(report.slos)}"]
+    return [f"SLOs of {server.server}: {', '.join(server.slos)}" for server in report.servers if server.slos]
 
 
 def capacity_lines(report: CapacityReport) -> list[str]:
@@ -82,22 +90,28 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
     """The answers about one server."""
     if not server.started:
         return server.reasons[:1]
-    slo = [] if server.slo is None else [slo_reason(report, server.slo, server.probes, settle_s=server.settle_s)]
-    return slo if server.knee is None else [*slo, knee_reason(server.knee, report.max_level, server.probes)]
+    answers = []
+    if server.slo is not None:
+        slos = report.slos_of(server)
+        answers.append(slo_reason(report, slos, server.slo, server.probes, settle_s=server.settle_s))
+    if server.knee is not None:
+        answers.append(knee_reason(server.knee, report.max_level, server.probes))
+    return answers
 
 
 def slo_reason(
     report: CapacityReport,
+    slos: Sequence[str],
     slo: CapacityAnswer,
     all_probes: Sequence[MeasuredProbe],
     *,
     what_if: bool = False,
     settle_s: float | None = None,
 ) -> Reason:
-    """The largest load that meets the SLOs. `what_if`: by the probes of a search for others. `settle_s`: a budget that
-    should settle it.
+    """The largest load that meets the SLOs. `slos`: in words. `what_if`: by the probes of a search for others.
+    `settle_s`: a budget that should settle it.
     """
-    probes = [probe for probe in all_probes if probe.purpose in SLO_PURPOSES]
+    probes = [probe for probe in all_probes if is_valid(probe)]
     unit, load = report.unit, report.varied if report.members else None
 
     def amount(level: float | None) -> str:
@@ -114,7 +128,7 @@ def slo_reason(
     levels |= {"met_at": slo.met, "missed_at": slo.missed}
     values: dict[str, Any] = {
         "unit": unit, "load": load, "missed": missed, "queued": queued, "complete": slo.complete,
-        "known": known_levels(report, probes), "next_to": report.loads_at(1, fixed=True), "broken": slo.broken,
+        "known": known_levels(report, slos, probes), "next_to": report.loads_at(1, fixed=True), "broken": slo.broken,
         "unheld": slo.unheld, "settle_s": settle_s, "at_least": report.at_least,
     }  # fmt: skip
     values |= {name: None if level is None else report.amount(level) for name, level in levels.items()}
@@ -220,11 +234,11 @@ def users(level: float | None) -> str:
     return count(round(level or 0), "user")
 
 
-def known_levels(report: CapacityReport, probes: Sequence[MeasuredProbe]) -> list[dict[str, Any]]:
+def known_levels(report: CapacityReport, slos: Sequence[str], probes: Sequence[MeasuredProbe]) -> list[dict[str, Any]]:
     """For each level that was measured and each SLO: the amount, and how many of how many requests met the SLO."""
     levels = []
     for level in sorted({probe.level for probe in probes}):
-        for slo, text in enumerate(report.slos):
+        for slo, text in enumerate(slos):
             counts = [probe.counts[slo] for probe in probes if probe.level == level and slo < len(probe.counts)]
             met, total = sum(count[0] for count in counts), sum(count[1] for count in counts)
             if total:
@@ -244,7 +258,7 @@ def probe_headings(report: CapacityReport) -> list[str]:
     """The head of the table of probes."""
     server = ["server"] if len(report.servers) > 1 else []
     level = f"{report.varied} {report.unit}" if report.members else report.unit
-    return [*server, level, *report.slos, "answers", "measured", "answer takes", "tok/s", "result", "for"]
+    return [*server, level, *report.all_slos, "answers", "measured", "answer takes", "tok/s", "result", "for"]
 
 
 def probe_grid(report: CapacityReport, rows: Sequence[Sequence[str]]) -> Grid:
@@ -255,7 +269,8 @@ def probe_grid(report: CapacityReport, rows: Sequence[Sequence[str]]) -> Grid:
 
 def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredProbe) -> list[str]:
     """A row of the table of probes."""
-    shares = [*probe.met, *([None] * len(report.slos))][: len(report.slos)]
+    met = dict(zip(report.slos_of(server), probe.met, strict=False))
+    shares = [met.get(slo) for slo in report.all_slos]
     return [
         *([server.server] if len(report.servers) > 1 else []),
         format_level(report, probe.level),

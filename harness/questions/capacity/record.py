@@ -84,6 +84,8 @@ class ServerCapacity(Struct, frozen=True, kw_only=True):
     """The results of one server."""
 
     server: str
+    slos: list[str] = []  # of this server; []: none, or of a file from before they were stored for each server
+    shares: list[float] = []  # of requests that must meet each of them
     slo: CapacityAnswer | None = None
     knee: CapacityAnswer | None = None
     settle_s: float | None = None  # a budget that should settle the answer for the SLOs; None: it is settled
@@ -117,8 +119,8 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
     unit: CapacityUnit  # of the varied load
     step: float  # amount of one level, in the unit
     max_level: int
-    slos: list[str]  # where servers have different SLOs: those of the first
-    shares: list[float]
+    slos: list[str]  # those of all servers; []: none, or each server has its own
+    shares: list[float]  # of requests that must meet each of them
     knee: bool = False  # the knee was asked for, too
     budget_s: float
     took_s: float = 0.0
@@ -132,11 +134,38 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
     def holds(self, server: ServerCapacity) -> bool | None:
         """Whether a server holds what was asked for, else any level; None: not known."""
         level, slo = self.at_least_level or 1, server.slo
-        if slo is None or not self.slos:
-            return None if self.slos else True
-        if slo.low is not None and (slo.low >= level or self.at_least is None):
+        if slo is None:
+            return None if self.slos_of(server) else True
+        if slo.low is not None and slo.low >= level:
             return True
         return False if slo.above is not None and slo.above <= level else None
+
+    def slos_of(self, server: ServerCapacity) -> list[str]:
+        """The SLOs of a server. A file from before they were stored for each has only those of the first server."""
+        return server.slos or self.slos
+
+    @property
+    def all_slos(self) -> list[str]:
+        """The SLOs of any server, each once."""
+        return list(dict.fromkeys([*self.slos, *(slo for server in self.servers for slo in server.slos)]))
+
+    @property
+    def options(self) -> list[str]:
+        """The options of `harness capacity` that ask the same of the same scenario and servers.
+
+        SLOs that not all servers have are those of the scenario, which no option can name.
+        """
+        minutes = self.budget_s / 60
+        budget = f"{minutes:.0f}min" if minutes.is_integer() else f"{self.budget_s:.9g}s"
+        return [
+            *("--load", self.load),
+            *(word for member in self.fixed for word in ("--fix", f"{member.load}={member.amount:.9g}")),
+            *(word for slo in self.slos for word in ("--check", slo)),
+            *(["--at-least", f"{self.at_least:.9g}"] if self.at_least is not None else []),
+            *(["--knee"] if self.knee else []),
+            *("--max-users", str(self.max_level)),
+            *("--budget", budget),
+        ]
 
     def amount(self, level: float) -> float:
         """The amount of a level, in the unit."""

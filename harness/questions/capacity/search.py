@@ -118,12 +118,13 @@ def define_search(
     """Return the experiment with only the load or mix of the search, without checks and comparisons; the report without
     answers; and the SLOs.
 
-    given: the load or mix; None: the first load. slos: as in `--check`. fix: LOAD=USERS, of loads of a mix. at_least:
-    only whether so many users (or requests/s) meet the SLOs is asked. Raises HarnessError for a load that cannot be
-    varied, and for a search without a goal.
+    given: the load (with stages: the first one) or mix; None: the first load. slos: as in `--check`. fix: LOAD=USERS,
+    of loads of a mix. at_least: only whether so many users (or requests/s) meet the SLOs is asked. Raises HarnessError
+    for a load that cannot be varied, and for a search without a goal.
     """
     scenario = experiment.scenario
-    load = given if given in scenario.mixes else load_name(experiment, given)
+    stages = [name for name in scenario.loads if given and load_of_stage(name) == given]
+    load = given if given in scenario.mixes else load_name(experiment, stages[0] if stages else given)
     is_mix = load in scenario.mixes
     loads = {part: scenario.loads[part] for part in scenario.mixes.get(load, [load])}
     _refuse_unvaried(load, loads, knee=knee)
@@ -140,14 +141,15 @@ def define_search(
     members = [MixMember(load=part, unit=load_unit(member_load), step=level_step(member_load), amount=fixed.get(part))
                for part, member_load in loads.items()]  # fmt: skip
     varied = next(member for member in members if member.amount is None)
-    first = next(iter(by_server.values()))
+    first, *others = by_server.values()
+    shared = first if all(slos == first for slos in others) else []
     report = CapacityReport(
         load=load_of_stage(load) or load,
         unit=varied.unit,
         step=varied.step,
         max_level=max_level,
-        slos=[slo.text for slo in first],
-        shares=[slo.share for slo in first],
+        slos=[slo.text for slo in shared],
+        shares=[slo.share for slo in shared],
         knee=knee,
         budget_s=budget_s,
         members=members if is_mix else [],
@@ -328,6 +330,8 @@ class ServerSearch:
             knee = CapacityAnswer(kind="unclear", level=None, low=None, high=None, complete=False)
         return ServerCapacity(
             server=self.name,
+            slos=self._slo_texts,
+            shares=[slo.share for slo in self.slos],
             slo=self._slo_answer(),
             knee=knee,
             settle_s=self._settle_s(),
@@ -377,15 +381,16 @@ class ServerSearch:
         can_go_on = not problems and not is_short
         is_stopped = is_short or bool(problems) or probe.purpose == "drift"
         probe.end("died" if died else "stopped" if is_stopped else "unresolved")
-        if problems and not died:  # its load generator failed: what was measured until then decides nothing
-            probe.state = "stopped"
+        if problems and not died:
+            probe.state = "invalid"
         unheld = self._unheld(probe)
         # Refusals at a higher level are a result; at the lowest one they make the run INVALID.
         is_result = probe.level > 1 and probe.unheld == "refused"
         failed = death if died else unheld if is_result else None
         yield from (replace(cell_run, failed=failed) for cell_run in cell_runs)
-        self._record(probe, [cell_run.id for cell_run in cell_runs])
-        self._withdraw_passes(probe)
+        self._record(probe, [cell_run.id for cell_run in cell_runs], problems)
+        if probe.state != "invalid":
+            self._withdraw_passes(probe)
         if probe.purpose == "drift" and probe.state == "done":
             self.drift = find_drift(probe.level, self._repeated_probe().blocks, probe.blocks)
         self.reasons += [death] if died else problems
@@ -406,7 +411,7 @@ class ServerSearch:
         if state != self._printed:
             progress, is_first = self.running.progress, not self._printed
             self._printed = state
-            progress.line(f"{self.name}: {slo_reason(self.report, answer, self.measured).text}")
+            progress.line(f"{self.name}: {slo_reason(self.report, self._slo_texts, answer, self.measured).text}")
             more_s = self._more_s() if is_first and self._is_open else None
             if more_s is not None:
                 remaining_s = max(0.0, self.deadline_s - time.monotonic())
@@ -504,6 +509,10 @@ class ServerSearch:
     def _limits(self) -> tuple[int, int | None]:
         """The highest level, and the only one that is asked for."""
         return self.report.max_level, self.report.at_least_level
+
+    @property
+    def _slo_texts(self) -> list[str]:
+        return [slo.text for slo in self.slos]
 
     def _slo_answer(self) -> CapacityAnswer | None:
         if not self.slos or not self.started:
@@ -623,30 +632,22 @@ class ServerSearch:
             self.reasons.append(because("capacity_not_idle", text, requests=round(remaining), seconds=max_s))
             self._waits = False
 
-    def _record(self, probe: Probe, cells: list[str]) -> None:
-        """Keep an ended probe and its result, and print it."""
+    def _record(self, probe: Probe, cells: list[str], problems: Sequence[Reason] = ()) -> None:
+        """Keep an ended probe and its result, and print it. `problems`: of its cells."""
         measured, at = probe.result(cells), format_loads(self.report, probe.level)
         self.probes.append(probe)
         self.measured.append(measured)
         failed = sum(block.failed for block in probe.blocks)
         if failed and probe.state == "fail":
             self._note_failures(probe, failed, measured.answers)
-        if not measured.answers:
-            self.running.progress.line(f"{self.name}: {at}: the time ran out before the first answer")
-            return
         shares = [
             f"{short_percent(met / decided)} of {decided:,} within {slo.text}"
             for slo, (met, decided) in zip(self.slos, measured.counts, strict=True)
-            if decided and probe.purpose != "knee"
+            if decided and probe.blocks and probe.purpose != "knee"
         ]
-        outcomes: dict[ProbeState, str] = {
-            "pass": "proven", "fail": "broken", "died": "the server died", "unresolved": "too close to decide",
-            "stopped": "time ran out",
-        }  # fmt: skip
-        outcome = f"not held, {UNHELD[probe.unheld]}" if probe.unheld else outcomes.get(probe.state)
         took = duration(measured.seconds) if shares else f"{count(measured.answers, 'answer')} in "
         took += "" if shares else duration(measured.seconds)
-        text = ", ".join([*shares, took, *([] if outcome is None else [outcome])])
+        text = ", ".join([*shares, *([took] if probe.blocks else []), *_outcome(probe, problems)])
         earlier = [
             other for other in self.measured[:-1] if (other.level, other.purpose) == (probe.level, probe.purpose)
         ]
@@ -666,6 +667,22 @@ class ServerSearch:
             text += f" at {at}, the lowest load. Requests fail even there: fix that first"
             text += f". The first: {message}" if message else ""
             self.reasons.append(because("capacity_failures_always", text, **values, message=message))
+
+
+def _outcome(probe: Probe, problems: Sequence[Reason]) -> list[str]:
+    """How a probe ended, in words; none for one that was only measured. `problems`: of its cells."""
+    if probe.unheld:
+        return [f"not held, {UNHELD[probe.unheld]}"]
+    if probe.state == "invalid":
+        return [f"does not count: {problems[0].text}"]
+    if not probe.blocks and probe.state == "stopped":
+        first = "first answer" if probe.cutter.answer_s is None else "first block of answers was complete"
+        return [f"the time ran out before the {first}"]
+    outcomes: dict[ProbeState, str] = {
+        "pass": "proven", "fail": "broken", "died": "the server died", "stopped": "time ran out",
+        "unresolved": "too close to decide" if probe.blocks else "too few answers to decide",
+    }  # fmt: skip
+    return [outcomes[probe.state]] if probe.state in outcomes else []
 
 
 def _decide_drift(probe: Probe) -> ProbeState:

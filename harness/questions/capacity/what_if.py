@@ -37,14 +37,13 @@ def parse(texts: Sequence[str], capacity: CapacityReport) -> list[Check]:
 def with_answers(
     analysis: Summarized, capacity: CapacityReport, slos: Sequence[Check]
 ) -> tuple[Summarized, CapacityReport]:
-    """The same with the answers for the SLOs in the summary, and the search as if it had asked for them."""
+    """The same with the answers for the SLOs, in the summary and in the search."""
     if not slos:
         return analysis, capacity
-    asked = replace(capacity, slos=[slo.text for slo in slos], shares=[slo.share for slo in slos])
     answers = [server_answer(analysis.data, capacity, server, slos) for server in capacity.servers]
     reasons = [reason for _, server_reasons in answers for reason in server_reasons]
     return analysis._replace(summary=replace(analysis.summary, what_if=reasons)), replace(
-        asked, servers=[replace(server, slo=slo) for server, (slo, _) in zip(capacity.servers, answers, strict=True)]
+        capacity, servers=[replace(server, slo=slo) for server, (slo, _) in zip(capacity.servers, answers, strict=True)]
     )
 
 
@@ -52,7 +51,7 @@ def server_answer(
     data: RunData, capacity: CapacityReport, server: ServerCapacity, slos: Sequence[Check]
 ) -> tuple[CapacityAnswer, list[Reason]]:
     """The largest load of a server that meets the SLOs, and in words, with the probes that ended too early for them."""
-    asked = replace(capacity, slos=[slo.text for slo in slos], shares=[slo.share for slo in slos])
+    asked = [slo.text for slo in slos]
     stored = [probe for probe in server.probes if probe.purpose in SLO_PURPOSES]
     levels = search_levels(capacity.max_level, capacity.at_least_level)
     for measured in stored:
@@ -66,15 +65,16 @@ def server_answer(
             )
     probes = [replay(data, probe, slos) for probe in stored]
     results = [probe.result(measured.cells) for probe, measured in zip(probes, stored, strict=True)]
-    is_same = asked.slos == capacity.slos and server.slo is not None
-    if is_same and server.slo is not None:  # the search saw the requests in flight, too
+    # Of several servers in a file from before, the SLOs of all but the first are not known.
+    stored_slos = server.slos or (capacity.slos if len(capacity.servers) == 1 else [])
+    if asked == stored_slos and server.slo is not None:  # the search saw the requests in flight, too
         answer, results, probes = server.slo, stored, []
     else:
         plain_answer = slo_answer(probes, capacity.max_level, capacity.at_least_level, complete=True)
         answer = with_broken(plain_answer, results, slos)
-    text = f"{server.server}, {', '.join(asked.slos)}: "
-    reason = slo_reason(asked, answer, results, what_if=True)
-    values = {**reason.values, "server": server.server, "slos": asked.slos}
+    text = f"{server.server}, {', '.join(asked)}: "
+    reason = slo_reason(capacity, asked, answer, results, what_if=True)
+    values = {**reason.values, "server": server.server, "slos": asked}
     return answer, [replace(reason, text=text + reason.text, values=values), *_too_short(capacity, server, probes)]
 
 
@@ -108,8 +108,8 @@ def replay(data: RunData, measured: MeasuredProbe, slos: Sequence[Check]) -> Pro
             probe.add(block, probe.cutter.answer_s)
     failed = any(data.run.ran[cell].problems for cell in measured.cells if cell in data.run.ran)
     probe.end("died" if measured.state == "died" else "stopped")
-    if failed and measured.state != "died":  # its load generator failed
-        probe.state = "stopped"
+    if failed and measured.state != "died":
+        probe.state = "invalid"
     elif measured.unheld is not None:
         probe.fail(measured.unheld)
     return probe

@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.base.command_line import command_line, option_words
+from harness.base.errors import HarnessError
 from harness.base.files import RUNS_FOLDER, SCENARIOS, inline_yaml, open_file
 from harness.base.reason import Reason, because
 from harness.base.redact import HIDDEN
@@ -26,13 +27,13 @@ from harness.engines.settings import (
     with_linked,
 )
 from harness.numbers.summary import Action, CellSummary, Row, RunFinding, Summary
-from harness.questions.capacity.record import CAPACITY_FILE
+from harness.questions.capacity.record import CAPACITY_FILE, read_capacity
 from harness.records.columns import Floats, Rows
 from harness.records.directory import INPUTS, read_inputs, work_options
 from harness.records.manifest import QUICK, ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample, ServerLoad
-from harness.run.running_server import combination_words
+from harness.run.running_server import combination_words, made_user
 from harness.scenario import Load, max_concurrency
 
 MAX_LOG_BYTES = 1_000_000
@@ -344,6 +345,7 @@ class RowFacts(Struct, frozen=True, dict=True):
     @property
     def run_again(self) -> str:
         run, is_capacity = self.data.run, (self.data.folder / CAPACITY_FILE).exists()
+        user, search = made_user(run.scenario), self._capacity_options
         server = list[str]()
         if self.served.template is None and self.served.url:  # it ran already
             access: dict[str, Any] = {"--model": run.scenario.model, "--api-key-env": run.scenario.api_key_env}
@@ -352,14 +354,21 @@ class RowFacts(Struct, frozen=True, dict=True):
             if self.is_quick:
                 return command_line("harness", "quick", self.served.url, *combination_words(run.scenario), *given)
             server = ["--url", self.served.url, *given]
-        kind = run.scenario_name.removeprefix("capacity-")
-        if is_capacity and server and kind != run.scenario_name:  # it was made for the running server
-            return command_line("harness", "capacity", *server, "--user", kind)
+        if is_capacity and server and user is not None:  # it was made for the running server
+            return command_line("harness", "capacity", *server, "--user", user, *search)
         where = [] if server or self._runs_folder is None else ["--runs", self._runs_folder]
         work = [] if is_capacity else option_words(work_options(self._inputs))
-        return command_line(
-            "harness", "capacity" if is_capacity else "run", self._scenario_word, *work, *server, *where
-        )
+        kind = "capacity" if is_capacity else "run"
+        return command_line("harness", kind, self._scenario_word, *work, *server, *search, *where)
+
+    @cached_property
+    def _capacity_options(self) -> list[str]:
+        """What a capacity search was asked, as its options; none for another run, or where its file is damaged."""
+        try:
+            report = read_capacity(self.data.folder)
+        except (HarnessError, OSError):
+            return []
+        return [] if report is None else report.options
 
     @property
     def _scenario_word(self) -> str | Path:

@@ -18,6 +18,7 @@ from harness.questions.capacity.decide import (
     SloStep,
     can_decide,
     crossing_level,
+    estimate_level,
     find_crossing,
     fitting_step,
     level_step,
@@ -293,6 +294,27 @@ def test_a_pass_is_taken_back_where_the_requests_up_to_its_level_miss_the_slo() 
     lower = [run_probe(level, 0.5, level) for level in (2, 3)]
     assert answer_of([*lower, run_probe(8, 0.999)]).low is None
     assert answer_of([run_probe(8, 0.999), run_probe(9, 0.5)]).low == 8
+
+
+def test_a_probe_of_a_failed_load_generator_decides_nothing() -> None:
+    """It has few good requests, which says nothing about the level."""
+    failed = Probe(4, SLO)
+    for _ in range(4):
+        add(failed, counted_sample(failed, 25, 100))
+    failed.end("stopped")
+    passed = run_probe(8, 0.99)
+    assert passed.state == "pass" and failed.margin is not None and failed.margin > 1
+    failed.state = "stopped"
+    assert answer_of([passed, failed]).low is None, "by the end of the budget: its requests count"
+    failed.state = "invalid"
+    alone, together = answer_of([passed]), answer_of([passed, failed])
+    assert together == alone and together.low == 8
+    assert next_slo_step([passed, failed], 256) == next_slo_step([passed], 256)
+    assert estimate_level([failed]) is None and answer_of([failed]) == answer_of([])
+    ramp = run_probe(1, 0.999, purpose="ramp")
+    broken = run_probe(2, 0.5, purpose="ramp")
+    broken.state = "invalid"
+    assert next_slo_step([ramp, broken], 256) == SloStep("ramp", 2), "it is measured again"
 
 
 # Open loops of very few and of many requests a second: a rate of 0.05 requests/s is a machine that takes half a minute

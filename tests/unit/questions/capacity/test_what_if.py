@@ -5,20 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from harness.base.errors import HarnessError
+from harness.base.reason import because
 from harness.questions.capacity import what_if
 from harness.questions.capacity.blocks import RAMP_BLOCK_ANSWERS, BlockCutter
 from harness.questions.capacity.decide import SloStep, next_slo_step, slo_answer
 from harness.questions.capacity.level import MeasuredProbe, Probe
 from harness.questions.capacity.record import CapacityReport, ServerCapacity
+from harness.records.manifest import CellRun
 from harness.records.records import Request
 from harness.records.run_data import CellData, RunData, cell_data
 from harness.scenario import Load
 from harness.scenario.check_syntax import Check
 from harness.scenario.plan import Cell, cell_of
-from tests.support.made_runs import request, write_made_run
+from tests.support.made_runs import request, served_by, write_made_run
 from tests.support.virtual import closed_loop
 from tests.support.virtual_probes import MAX_LEVEL, SeededQuestion, SeededServer, seeded_question, truths
 
@@ -75,10 +77,10 @@ def search(folder: Path, question: SeededQuestion, seed: int) -> tuple[RunData, 
         cells[cell.id] = cell_data(made)
     run = write_made_run(folder)
     run = replace(run, scenario=replace(run.scenario, loads=loads), cells=[])
+    slos: Any = {"slos": [slo.text for slo in question.slos], "shares": [slo.share for slo in question.slos]}
     report = CapacityReport(
         load="x", unit="users", step=1.0, max_level=MAX_LEVEL, budget_s=60.0,
-        slos=[slo.text for slo in question.slos], shares=[slo.share for slo in question.slos],
-        servers=[ServerCapacity(server="a", slo=slo_answer(probes, MAX_LEVEL), probes=measured)],
+        **slos, servers=[ServerCapacity(server="a", **slos, slo=slo_answer(probes, MAX_LEVEL), probes=measured)],
     )  # fmt: skip
     known: dict[str, Any] = {"marks": {}, "metrics": {}, "telemetry": {}, "damaged": {}, "unknown_cells": {}}
     return RunData(folder=folder, run=run, planned=planned, cells=cells, **known), report
@@ -101,6 +103,42 @@ def test_a_search_for_other_slos_covers_the_truth_and_short_probes_bound_nothing
     assert all(reason.values["blocks"] < reason.values["needed"] for reason in short)
     levels = {reason.values["loads"][0]["amount"] for reason in short}
     assert answer.values["above"] not in levels and answer.values["level"] not in levels
+
+
+def test_another_server_is_not_answered_by_what_the_first_one_was_asked(tmp_path: Path) -> None:
+    """Both have the same requests. The second one was asked for three times as long a time a token."""
+    question = seeded_question(120)
+    data, report = search(tmp_path / "r", question, 120)
+    (one,) = report.servers
+    easier = question._replace(tpot_s=3 * (question.tpot_s or 0.0))
+    assert one.slo is not None
+    stored = replace(one.slo, low=MAX_LEVEL, level=MAX_LEVEL, high=None, kind="more_than")
+    other = replace(one, server="b", slos=[slo.text for slo in easier.slos], slo=stored)
+    both = replace(report, slos=[], shares=[], servers=[one, other])
+    answers = [what_if.server_answer(data, both, server, question.slos)[0] for server in both.servers]
+    assert answers[0] == one.slo and answers[1].low == one.slo.low
+    assert what_if.server_answer(data, both, other, easier.slos)[0] == stored
+    before = replace(both, slos=one.slos, servers=[replace(server, slos=[]) for server in both.servers])
+    answer, _ = what_if.server_answer(data, before, before.servers[1], question.slos)
+    assert answer != stored, "a file without the SLOs of each server: its own are not known"
+
+
+def test_a_probe_of_a_failed_load_generator_says_nothing_about_other_slos(tmp_path: Path) -> None:
+    question = seeded_question(120)
+    data, report = search(tmp_path / "r", question, 120)
+    (server,) = report.servers
+    easier = question._replace(tpot_s=2 * (question.tpot_s or 0.0)).slos
+    last = server.probes[-1].cells[0]
+    problem = because("generator_exit", "the load generator ended with exit code 1")
+    more: Any = {"started_wall_s": 0.0, "ended_wall_s": 9.0, "served_by": served_by(), "problems": [problem]}
+    ran = CellRun(**asdict(data.planned[last]), **more)
+    failed = replace(data, run=replace(data.run, cells=[ran]))
+    assert what_if.replay(failed, server.probes[-1], easier).state == "invalid"
+    (answer, _), (without, _) = (
+        what_if.server_answer(known, report, replace(server, probes=probes), easier)
+        for known, probes in ((failed, server.probes), (data, server.probes[:-1]))
+    )
+    assert answer == without
 
 
 def test_a_changed_capacity_file_is_an_error(tmp_path: Path) -> None:

@@ -21,13 +21,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 from rich.console import Console
 
-from harness.base.files import pretty_json
+from harness.base.files import SCENARIOS, pretty_json
 from harness.base.units import GIB
 from harness.hardware.bounds import share
 from harness.machine.gpus import read_gpu_memory, read_machine
 from harness.machine.telemetry import Meter, find_files, read_files
 from harness.numbers.summarize import Summarized, summarize, summarize_with_counts
 from harness.numbers.summary import Action, Row, RunFinding, Summary
+from harness.questions.capacity.blocks import parse_slos
+from harness.questions.capacity.record import CapacityReport, MixMember, write_capacity
 from harness.questions.findings.decide import RULES, _row_facts, with_findings
 from harness.questions.findings.rules import RowFacts
 from harness.questions.report.page import print_report, run_html, run_page
@@ -934,4 +936,55 @@ def test_the_command_that_verifies_works_for_a_server_that_ran_already(tmp_path:
     assert shlex.split(facts.run_again)[3:9] == ["--slice", "2", "--trace", "/a b/c.jsonl", "--duration", "40s"]
     assert again("vllm-cpu") == "harness run NAME.yaml"
     assert again(None) == "harness run NAME.yaml --url http://127.0.0.1:8000 --model m"
-    assert again(None, "capacity.json") == "harness capacity NAME.yaml --url http://127.0.0.1:8000 --model m"
+    assert again(None, "capacity.json") == "harness capacity NAME.yaml --url http://127.0.0.1:8000 --model m", "damaged"
+
+
+SEARCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "scenario": ({"slos": ["ttft_p95 <= 1s"], "knee": True}, "--load chat --check 'ttft_p95 <= 1s' --knee"),
+    "own SLOs": ({"at_least": 2.5}, "--load chat --at-least 2.5"),
+    "mix": (
+        {"load": "both", "slos": ["chat: e2e_p90 <= 9s"], "max_level": 32, "budget_s": 90.0,
+         "members": [MixMember(load="chat", unit="users", step=1.0, amount=20.0),
+                     MixMember(load="job", unit="users", step=1.0)]},
+        "--load both --fix chat=20 --check 'chat: e2e_p90 <= 9s'",
+    ),
+}  # fmt: skip
+
+
+def searched(folder: Path, template: str | None, report: CapacityReport, **changes: Any) -> RowFacts:
+    """The row of a capacity search. `changes`: of its manifest."""
+    ran = replace(served_by(), url="http://127.0.0.1:8000", template=template)
+    write_made_run(folder, served=lambda cell: ran)
+    summary, data = summarize(folder), load(folder)
+    write_capacity(folder, report)
+    return RowFacts(replace(data, run=replace(data.run, **changes)), summary, summary.rows[0])
+
+
+def asked(**fields: Any) -> CapacityReport:
+    default: dict[str, Any] = {
+        "load": "chat", "unit": "users", "step": 1.0, "max_level": 256, "slos": [], "shares": [], "budget_s": 1800.0,
+    }  # fmt: skip
+    return CapacityReport(**(default | fields))
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_the_command_that_verifies_a_search_asks_the_same(tmp_path: Path, name: str) -> None:
+    fields, words = SEARCHES[name]
+    report = asked(**fields)
+    more = f"{words} --max-users {report.max_level} --budget {'90s' if report.budget_s == 90 else '30min'}"
+    started, ran = searched(tmp_path / "1", "vllm-cpu", report), searched(tmp_path / "2", None, report)
+    file, url = f"{started.data.run.scenario_name}.yaml", "--url http://127.0.0.1:8000 --model m"
+    assert started.run_again == f"harness capacity {file} {more}"
+    assert ran.run_again == f"harness capacity {file} {url} {more}"
+    scenario = replace(ran.data.run.scenario, question="How many rag users does this server hold?")
+    made = searched(tmp_path / "3", None, report, scenario=scenario)
+    assert made.run_again == f"harness capacity {url} --user rag {more}"
+    parsed = parse_slos(report.slos, [member.load for member in report.members])
+    assert [slo.text for slo in parsed] == report.slos, "the command takes them"
+
+
+def test_a_search_of_a_scenario_that_ships_is_not_one_of_made_users(tmp_path: Path) -> None:
+    facts = searched(tmp_path / "1", None, asked(), scenario_name="capacity-chat")
+    inputs = {"scenario": str(SCENARIOS / "capacity-chat.yaml")}
+    (tmp_path / "1" / "inputs.json").write_bytes(msgspec.json.encode(inputs))
+    assert shlex.split(facts.run_again)[:4] == ["harness", "capacity", "capacity-chat", "--url"]
