@@ -289,6 +289,8 @@ def slo_beyond_hardware(row: RowFacts) -> RuleResult | None:
     bounds: list[tuple[str, str, float]] = []  # text, latency, seconds
     for text in row.data.run.scenario.checks:
         check = parse_check(text)
+        if not check.concerns(row.row.server, row.row.load):
+            continue
         bounds += [(slo.text, slo.latency, slo.bound_s) for slo in check.slos]
         if not check.relative and check.operator in ("<", "<="):
             bounds.append((text, METRICS[check.metric].latency, check.bound))

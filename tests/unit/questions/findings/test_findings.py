@@ -483,6 +483,16 @@ def test_speculation_costs_from_a_number_of_users_on(tmp_path: Path, of_cause: C
     assert vllm == {"servers.a.variables": "speculative_config: null"}
 
 
+@pytest.mark.parametrize(
+    ("selection", "rows"), [("two: ", ["other / two", "a / two"]), ("other/one: ", ["other / one"])]
+)
+def test_an_slo_is_of_the_rows_that_its_check_is_for(tmp_path: Path, selection: str, rows: list[str]) -> None:
+    cause = CAUSES["slo_beyond_hardware"]
+    loads, more = {"one": batch(1), "two": batch(2)}, cause.more | {"checks": [f"{selection}tpot_p50 <= 5ms"]}
+    made = found(tmp_path / "run", replace(cause, loads=loads, others={"other": cause.setup}, more=more))
+    assert [one.rows for one in made if one.code == "slo_beyond_hardware"] == [rows]
+
+
 def test_memory_that_a_card_took_of_the_host_is_found(tmp_path: Path) -> None:
     card = machine(lambda root: machines.radeon(root, 110000, 24))
     setup = EngineSetup(telemetry=watched(gtt_gib=4))
