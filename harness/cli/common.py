@@ -495,7 +495,7 @@ def make_target(
 
     if ca is not None:
         trust_authority(ca)
-    return Target(url, metrics_url, telemetry) if url is not None else None
+    return Target(url, metrics_url, telemetry, ca) if url is not None else None
 
 
 def find_run(given: Path, runs: Path) -> Path:

@@ -26,6 +26,7 @@ INPUTS = "inputs.json"  # the files that a run was made of: only here, so that w
 WORK_OPTIONS = ("--duration", "--trace", "--slice")  # they change the work, so the same run again needs them
 RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
 FULL_BYTES = 2**16
+SERVER_OPTIONS = {"--metrics-url": "metrics_url", "--ca": "ca", "--telemetry": "telemetry"}  # by option the key
 # Files whose lines each belong to a cell.
 LINES: dict[str, type[Any]] = {
     "requests.jsonl": Request,
@@ -47,6 +48,11 @@ def work_options(inputs: Mapping[str, Any]) -> dict[str, str]:
     """Return the WORK_OPTIONS of a run as they were given, by name."""
     kept = inputs.get("options")
     return {name: str(text) for name, text in kept.items() if name in WORK_OPTIONS} if isinstance(kept, dict) else {}
+
+
+def server_options(inputs: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SERVER_OPTIONS by which a run reached a server that ran already, by name."""
+    return {name: str(inputs[key]) for name, key in SERVER_OPTIONS.items() if inputs.get(key) is not None}
 
 
 def prepare_folder(folder: Path, cells: int) -> None:

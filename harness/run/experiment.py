@@ -55,6 +55,7 @@ class Target(msgspec.Struct, frozen=True):
     url: str
     metrics_url: str | None = None
     telemetry: str | None = None  # the address of its machine for ssh
+    ca: Path | None = None  # of the authority that signed its certificate
 
 
 class Experiment(msgspec.Struct, frozen=True):

