@@ -521,11 +521,9 @@ def _newest_run(name: str, runs: Path) -> list[Path]:
 
 def _runs_of(name: str, runs: Path) -> list[Path]:
     """Return the runs of a scenario, or all (`last`), the newest last."""
-    from harness.records.directory import run_folders
+    from harness.records.directory import run_folders, runs_of
 
-    names = [folder.name for folder in run_folders(runs)]
-    own = [entry for entry in names if re.fullmatch(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-[0-9a-f]{{4}}", entry)]
-    return [runs / entry for entry in (names if name == LAST else own)]
+    return run_folders(runs) if name == LAST else runs_of(name, runs)
 
 
 def read_tolerance(given: str | None) -> float | None:

@@ -158,6 +158,30 @@ def run_folders(runs: Path | None = None, results: Path | None = None) -> list[P
     return [path.parent for path in sorted([*paths, *([] if runs is None else runs.glob("*/run.json"))])]
 
 
+def slug(text: str, empty: str = "run") -> str:
+    """Return `text` as the part of a run's id: at most 40 lower-case letters, digits and '-'. `empty`: without any.
+
+    The id names folders, containers and networks: all of them allow these characters.
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].rstrip("-") or empty
+
+
+def runs_of(name: str, runs: Path) -> list[Path]:
+    """Return the runs of a scenario, the newest last. A name that ids shorten is that of the manifests, too."""
+    part = slug(name)
+    run_id = re.compile(rf"\d{{8}}-\d{{6}}-{part}-[0-9a-f]{{4}}")
+    folders = [folder for folder in run_folders(runs) if run_id.fullmatch(folder.name)]
+    return folders if part == name else [folder for folder in folders if _is_of(folder, name)]
+
+
+def _is_of(folder: Path, scenario_name: str) -> bool:
+    """Whether a run is of a scenario; so may be one whose manifest cannot be read, which its reader explains."""
+    try:
+        return read_run(folder).scenario_name == scenario_name
+    except HarnessError:
+        return True
+
+
 def folder_name(text: str) -> str:
     """`text` as a folder name. A changed name gets a checksum of the original."""
     name = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:60].rstrip("-._")
