@@ -33,7 +33,8 @@ from harness.records.manifest import QUICK, ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample, ServerLoad
 from harness.run.running_server import combination_words
-from harness.scenario import Load, max_concurrency
+from harness.scenario import Load, Sweep, max_concurrency
+from harness.scenario.plan import load_in_file
 
 MAX_LOG_BYTES = 1_000_000
 # What rows of the same requests may differ in: how many are sent at once, and for how long.
@@ -124,6 +125,20 @@ class RowFacts(Struct, frozen=True, dict=True):
     @cached_property
     def load(self) -> Load:
         return self.data.run.scenario.loads[self.row.load]
+
+    @property
+    def load_key(self) -> str:
+        """The key of the load in the scenario's file, which has none of a part, a stage or a row of a sweep."""
+        name, swept = load_in_file(self.row.load), self.data.run.scenario.swept or Sweep()
+        row = swept.loads.get(name)
+        return f"loads.{name if row is None else row.of}"
+
+    @property
+    def server_key(self) -> str:
+        """The key of the server in the scenario's file, which has none of a row of a sweep."""
+        name, swept = self.row.server, self.data.run.scenario.swept or Sweep()
+        row = swept.servers.get(name)
+        return f"servers.{name if row is None else row.of}"
 
     @cached_property
     def in_flight(self) -> int:
@@ -418,7 +433,7 @@ class RowFacts(Struct, frozen=True, dict=True):
     def _lines(self, variables: dict[str, Any]) -> dict[str, str]:
         """By place the lines of a scenario that give these variables of the server."""
         lines = [f"{name}: {inline_yaml(value)}" for name, value in variables.items()]
-        return {f"servers.{self.row.server}.variables": "\n".join(lines)} if lines else {}
+        return {f"{self.server_key}.variables": "\n".join(lines)} if lines else {}
 
     def _spell_load(self, changes: dict[str, Any]) -> dict[str, str]:
         """By place the command that loads the model with these changes."""

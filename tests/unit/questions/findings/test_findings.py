@@ -37,7 +37,7 @@ from harness.records.run_data import load
 from harness.records.samples import GpuSample, HostSample, TelemetrySample
 from harness.report import markdown
 from harness.report.elements import Paragraph, lined_up
-from harness.scenario import Load, Server
+from harness.scenario import Load, Server, Sweep, SweepRow
 from harness.scenario.behaviour import Abandon
 from harness.scenario.plan import Cell
 from harness.simulated.engine import EngineConfig
@@ -864,6 +864,27 @@ def test_a_finding_about_the_load_sets_nothing_of_the_server(tmp_path: Path, cod
     for template in (None, "lemonade"):
         settings = first_settings(tmp_path / str(template), code, template=template, **served)
         assert all(place == "the scenario" or place.startswith("loads.") for place in settings), settings
+
+
+@pytest.mark.parametrize(
+    ("load_name", "mixes"), [("people@8", {}), ("both.people", {"both": ["people", "other"]}), ("people-8", {})]
+)
+def test_a_setting_has_the_key_that_the_scenario_file_has(
+    tmp_path: Path, load_name: str, mixes: dict[str, list[str]]
+) -> None:
+    """A stage, a part of a mix and a row of a sweep have none of their own."""
+    eight, folder = {"sequences": 8}, tmp_path / "run"
+    swept = Sweep(
+        servers={"a": SweepRow(of="vllm", settings=eight)}, loads={"people-8": SweepRow(of="people", settings={})}
+    )
+    cause, loads = CAUSES["load_generator"], {load_name: batch(8)}
+    setup = replace(cause.setup, startup=VLLM)
+    run = write_engine_run(folder, {"a": setup}, loads, template="vllm-rocm", measured=cause.more["measured"])
+    write_run(folder, replace(run, scenario=replace(run.scenario, swept=swept, mixes=mixes)))
+    (one, *_) = with_findings(summarize_with_counts(folder)).summary.findings or []
+    assert [action.settings for action in one.actions] == [{"loads.people": "processes: 2"}]
+    facts = RowFacts(load(folder), (summary := summarize(folder)), summary.rows[0])
+    assert list(facts.action("", eight).settings) == ["servers.vllm.variables"]
 
 
 def test_a_setting_that_lemonade_cannot_have_or_has_is_not_printed(tmp_path: Path) -> None:
