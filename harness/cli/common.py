@@ -46,6 +46,7 @@ EXCLUDES = {
     "history": ("against", "about", "across", "checks"),
     "measure": ("gpu", "bandwidth", "root"),
 }  # fmt: skip
+ADDRESSES = ("url", "address", "base_url")  # the parameters with the address of a server
 _JUNIT_CASES = {  # group and name of the case in the JUnit output of a command that failed
     "report": ("validity", "the run is VALID"),
     "compare": ("comparison", "the runs can be compared"),
@@ -110,8 +111,11 @@ class CliCommand(TyperCommand):
                 raise HarnessError(f"{options[name]} needs {options[other]}", next_step="Give both, or neither.")
             if clash := [options[other] for other in EXCLUDES.get(name, ()) if other in given]:
                 raise HarnessError(f"{options[name]} does not go with {', '.join(clash)}", next_step="Leave one out.")
-        if "ca" in given and not (ctx.params.get("url") or "https://").startswith("https://"):
-            raise HarnessError("--ca: is for a server that already runs behind TLS", next_step="Give --url https://...")
+        addresses = [ctx.params[name] for name in ADDRESSES if ctx.params.get(name)]
+        if "ca" in given and not all(address.lower().startswith("https://") for address in addresses or [""]):
+            raise HarnessError(
+                "--ca: is for a server that already runs behind TLS", next_step="Give its address: https://..."
+            )
 
 
 def _print_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:

@@ -3,12 +3,16 @@
 import ast
 from pathlib import Path
 
+import certifi
 import pytest
+from typer.main import get_command
 
 from harness.base.errors import HarnessError
 from harness.base.files import ROOT
+from harness.cli import app
 from harness.cli.common import find_run, find_runs
 from harness.records.directory import slug
+from tests.support.command import called
 from tests.support.made_runs import write_made_run
 
 COMMANDS = [
@@ -23,6 +27,23 @@ COMMANDS = [
 def test_a_command_uses_every_option_that_it_has(command: ast.FunctionDef) -> None:
     used = {node.id for line in command.body for node in ast.walk(line) if isinstance(node, ast.Name)}
     assert {argument.arg for argument in command.args.args} - used == set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["quick", "http://h"], ["quick", "h:8000", "--prompt", "512"], ["quick", "--base-url", "http://h"], ["quick"],
+        ["capacity", "--url", "http://h"], ["run", "--url", "h"],
+    ],
+)  # fmt: skip
+def test_an_authority_is_refused_for_an_address_without_tls(tmp_path: Path, words: list[str]) -> None:
+    done = called(*words, "--ca", certifi.where(), cwd=tmp_path)
+    assert done.code == 1 and done.err.startswith("error: --ca: is for a server that already runs behind TLS\n")
+
+
+@pytest.mark.parametrize("words", [["https://h"], ["--target", "HTTPS://h"], ["https://h", "--url", "https://h/"]])
+def test_an_authority_is_taken_for_every_https_address(words: list[str]) -> None:
+    get_command(app).commands["quick"].make_context("quick", [*words, "--ca", "ca.pem"])  # type: ignore[attr-defined]
 
 
 def test_a_run_is_found_by_the_name_of_its_scenario(tmp_path: Path) -> None:
