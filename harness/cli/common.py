@@ -46,6 +46,7 @@ EXCLUDES = {
     "history": ("against", "about", "across", "checks"),
     "measure": ("gpu", "bandwidth", "root"),
 }  # fmt: skip
+ADDRESSES = ("url", "address", "base_url")  # the parameters with the address of a server
 _JUNIT_CASES = {  # group and name of the case in the JUnit output of a command that failed
     "report": ("validity", "the run is VALID"),
     "compare": ("comparison", "the runs can be compared"),
@@ -110,8 +111,11 @@ class CliCommand(TyperCommand):
                 raise HarnessError(f"{options[name]} needs {options[other]}", next_step="Give both, or neither.")
             if clash := [options[other] for other in EXCLUDES.get(name, ()) if other in given]:
                 raise HarnessError(f"{options[name]} does not go with {', '.join(clash)}", next_step="Leave one out.")
-        if "ca" in given and not (ctx.params.get("url") or "https://").startswith("https://"):
-            raise HarnessError("--ca: is for a server that already runs behind TLS", next_step="Give --url https://...")
+        addresses = [ctx.params[name] for name in ADDRESSES if ctx.params.get(name)]
+        if "ca" in given and not all(address.lower().startswith("https://") for address in addresses or [""]):
+            raise HarnessError(
+                "--ca: is for a server that already runs behind TLS", next_step="Give its address: https://..."
+            )
 
 
 def _print_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:
@@ -495,7 +499,7 @@ def make_target(
 
     if ca is not None:
         trust_authority(ca)
-    return Target(url, metrics_url, telemetry) if url is not None else None
+    return Target(url, metrics_url, telemetry, ca) if url is not None else None
 
 
 def find_run(given: Path, runs: Path) -> Path:
@@ -521,11 +525,9 @@ def _newest_run(name: str, runs: Path) -> list[Path]:
 
 def _runs_of(name: str, runs: Path) -> list[Path]:
     """Return the runs of a scenario, or all (`last`), the newest last."""
-    from harness.records.directory import run_folders
+    from harness.records.directory import run_folders, runs_of
 
-    names = [folder.name for folder in run_folders(runs)]
-    own = [entry for entry in names if re.fullmatch(rf"\d{{8}}-\d{{6}}-{re.escape(name)}-[0-9a-f]{{4}}", entry)]
-    return [runs / entry for entry in (names if name == LAST else own)]
+    return run_folders(runs) if name == LAST else runs_of(name, runs)
 
 
 def read_tolerance(given: str | None) -> float | None:

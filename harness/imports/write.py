@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import re
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from harness.base.redact import printable
 from harness.base.versions import DEFINITIONS
 from harness.imports import Format, Imported, ImportedPart, Source, lemonade_bench, llama_bench, read_source, vllm
 from harness.numbers.summarize import summarize, write_summary
+from harness.records.directory import slug
 from harness.records.manifest import NUMBERS_FILE, CellRun, Machine, Origin, RowOrigin, Run, ServedBy, Status, write_run
 from harness.records.records import Request, read_marks
 from harness.scenario import Load, Scenario, Server, Warmup
@@ -248,5 +248,5 @@ def _max_in_flight(part: ImportedPart) -> int:
 
 
 def _valid_name(text: str) -> str:
-    """Make a valid name for a scenario: at most 40 lower-case letters, digits and '-'."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or UNKNOWN
+    """Make a valid name for a scenario, which is that in the id of the run."""
+    return slug(text, UNKNOWN)

@@ -26,6 +26,7 @@ INPUTS = "inputs.json"  # the files that a run was made of: only here, so that w
 WORK_OPTIONS = ("--duration", "--trace", "--slice")  # they change the work, so the same run again needs them
 RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
 FULL_BYTES = 2**16
+SERVER_OPTIONS = {"--metrics-url": "metrics_url", "--ca": "ca", "--telemetry": "telemetry"}  # by option the key
 # Files whose lines each belong to a cell.
 LINES: dict[str, type[Any]] = {
     "requests.jsonl": Request,
@@ -47,6 +48,11 @@ def work_options(inputs: Mapping[str, Any]) -> dict[str, str]:
     """Return the WORK_OPTIONS of a run as they were given, by name."""
     kept = inputs.get("options")
     return {name: str(text) for name, text in kept.items() if name in WORK_OPTIONS} if isinstance(kept, dict) else {}
+
+
+def server_options(inputs: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SERVER_OPTIONS by which a run reached a server that ran already, by name."""
+    return {name: str(inputs[key]) for name, key in SERVER_OPTIONS.items() if inputs.get(key) is not None}
 
 
 def prepare_folder(folder: Path, cells: int) -> None:
@@ -150,6 +156,30 @@ def run_folders(runs: Path | None = None, results: Path | None = None) -> list[P
     filed = [] if results is None else results.glob("*/*/*/run.json")
     paths = [path for path in filed if results and path.relative_to(results).parts[0] not in RESERVED]
     return [path.parent for path in sorted([*paths, *([] if runs is None else runs.glob("*/run.json"))])]
+
+
+def slug(text: str, empty: str = "run") -> str:
+    """Return `text` as the part of a run's id: at most 40 lower-case letters, digits and '-'. `empty`: without any.
+
+    The id names folders, containers and networks: all of them allow these characters.
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].rstrip("-") or empty
+
+
+def runs_of(name: str, runs: Path) -> list[Path]:
+    """Return the runs of a scenario, the newest last. A name that ids shorten is that of the manifests, too."""
+    part = slug(name)
+    run_id = re.compile(rf"\d{{8}}-\d{{6}}-{part}-[0-9a-f]{{4}}")
+    folders = [folder for folder in run_folders(runs) if run_id.fullmatch(folder.name)]
+    return folders if part == name else [folder for folder in folders if _is_of(folder, name)]
+
+
+def _is_of(folder: Path, scenario_name: str) -> bool:
+    """Whether a run is of a scenario; so may be one whose manifest cannot be read, which its reader explains."""
+    try:
+        return read_run(folder).scenario_name == scenario_name
+    except HarnessError:
+        return True
 
 
 def folder_name(text: str) -> str:

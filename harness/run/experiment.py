@@ -36,7 +36,7 @@ from harness.scenario import (
 from harness.scenario.behaviour import Lengths
 from harness.scenario.check_syntax import check_problem, move_check
 from harness.scenario.file import drop_sweep_repeats, read_scenario
-from harness.scenario.plan import load_of_part, load_of_stage, mix_of
+from harness.scenario.plan import load_in_file, mix_of
 from harness.scenario.workers import Workers, parse_workers
 from harness.serve.lint import find_server_problems
 from harness.serve.security import find_open_secrets_in_text
@@ -55,6 +55,7 @@ class Target(msgspec.Struct, frozen=True):
     url: str
     metrics_url: str | None = None
     telemetry: str | None = None  # the address of its machine for ssh
+    ca: Path | None = None  # of the authority that signed its certificate
 
 
 class Experiment(msgspec.Struct, frozen=True):
@@ -240,7 +241,7 @@ def _file_checks(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callab
     prompts = {"$.prompts": scenario.prompts}
     for name, load in scenario.loads.items():
         if load.prompts is not None:
-            prompts[f"$.loads.{load_of_part(name) or load_of_stage(name) or name}.prompts"] = load.prompts
+            prompts[f"$.loads.{load_in_file(name)}.prompts"] = load.prompts
     for path, prompt in prompts.items():
         if prompt.file:
             yield f"{path}.file", partial(read_rows, folder / prompt.file)
@@ -248,7 +249,7 @@ def _file_checks(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callab
     yield "$.prompts.tokenizer", partial(local_words, scenario.prompts, folder)
     users: set[str] = set()
     for row, load in scenario.loads.items():
-        name = load_of_part(row) or load_of_stage(row) or row  # as the file calls it
+        name = load_in_file(row)
         yield f"$.loads.{name}.output_tokens", partial(pairs_of, load.output_tokens, folder)
         if load.trace is not None:
             yield f"$.loads.{name}.trace", partial(cached_replay, folder.resolve() / load.trace.file, load.trace)

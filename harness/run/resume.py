@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
 from harness.base.files import read_json
+from harness.base.https import trust_authority
 from harness.base.process import ORPHAN_GRACE_S, orphans_of, owner_labels
 from harness.base.redact import HIDDEN
 from harness.base.units import count
@@ -223,7 +224,10 @@ def _recorded_experiment(run: Run, folder: Path, inputs: Inputs, target: Target 
     if target is not None and inputs.url is None:
         raise HarnessError("--url: the run started its servers itself", next_step="Leave --url out.")
     if target is None and inputs.url is not None:
-        target = Target(inputs.url, inputs.metrics_url, inputs.telemetry)
+        ca = None if inputs.ca is None else Path(inputs.ca)
+        target = Target(inputs.url, inputs.metrics_url, inputs.telemetry, ca)
+        if ca is not None:
+            trust_authority(ca)
     elif target is not None and target.telemetry is None:
         target = replace(target, telemetry=inputs.telemetry)
     path, files = folder / "scenario.yaml", Path(inputs.scenario).parent

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import re
 import secrets
 import shutil
 import subprocess
@@ -31,7 +30,7 @@ from harness.machine.remote_telemetry import RemoteTelemetry
 from harness.numbers.summarize import summarize_with_counts, with_checks, write_reference
 from harness.numbers.summary import Reference, Summary
 from harness.numbers.warnings import other_machine_note
-from harness.records.directory import INPUTS, prepare_folder, release_space
+from harness.records.directory import INPUTS, prepare_folder, release_space, slug
 from harness.records.manifest import CellRun, KeptSteps, RemoteMachine, Run, RunKind, ServedBy, Status, write_run
 from harness.run.experiment import Experiment, input_files, locustfile_sources
 from harness.run.progress import OnEnd, Progress
@@ -57,6 +56,7 @@ class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     url: str | None = None  # of a running server
     metrics_url: str | None = None
     telemetry: str | None = None  # of the server's machine
+    ca: str | None = None  # path of the authority that signed the server's certificate
 
 
 MakeReference = Callable[[Run, Summary], Reference]  # the baseline of the checks of a run that has ended
@@ -205,9 +205,7 @@ def create_run(
         models, key = list(dict.fromkeys([scenario.model, *models_of_loads(scenario)])), scenario.api_key_env
         refuse_absent_models(target.url, models, read_api_key(key), key, progress.line)
     started = datetime.datetime.now(datetime.UTC)
-    # The id names folders, containers and networks: use characters that all of them allow.
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
-    run_id = f"{started:%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}"
+    run_id = f"{started:%Y%m%d-%H%M%S}-{slug(name)}-{secrets.token_hex(2)}"
     folder = runs / run_id
     manifest = manifest_of(experiment, cells, run_id, name, started.timestamp(), kind)
     if remote is not None:
@@ -223,6 +221,7 @@ def create_run(
             url=None if target is None else target.url,
             metrics_url=None if target is None else target.metrics_url,
             telemetry=None if target is None else target.telemetry,
+            ca=None if target is None or target.ca is None else str(target.ca.resolve()),
         )
         replace_file(folder / INPUTS, pretty_json(inputs))
         (folder / "scenario.yaml").write_bytes(read_bytes(experiment.path))

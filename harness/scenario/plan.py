@@ -108,6 +108,11 @@ def load_of_stage(load: str) -> str | None:
     return name if at_sign else None
 
 
+def load_in_file(load: str) -> str:
+    """Return a load as a scenario file calls it: that of a part or of a stage, or itself."""
+    return load_of_part(load) or load_of_stage(load) or load
+
+
 def concurrent_parts(load: str, mixes: Mapping[str, list[str]]) -> list[str]:
     """Return the other parts of a part's mix."""
     mix = mix_of(load)

@@ -12,6 +12,8 @@ from harness.base.https import CA_VARIABLE, find_authorities, trust_authority
 from harness.records.manifest import read_run
 from harness.records.records import read_requests
 from harness.records.samples import read_metrics
+from harness.run.experiment import Target
+from harness.run.resume import experiment_again
 from harness.serve.lifecycle import attach_to_server
 from tests.support.command import called, harness, write
 from tests.support.embedded import served
@@ -62,6 +64,9 @@ def test_a_run_through_tls_with_key_and_metrics(signed: Signed, tmp_path: Path) 
     assert {record.clock for record in records} == {"read"}  # the kernel's stamps are of encrypted packets
     assert len(read_metrics(folder / "metrics.jsonl")["r1-running-burst"]) >= 2
     assert all(KEY.encode() not in file.read_bytes() for file in folder.rglob("*") if file.is_file())
+    os.environ["KEY_OF_A_TEST"] = KEY
+    again = experiment_again(folder).target  # as a resumed run has it
+    assert again == Target(url, f"{url}/metrics", ca=signed.ca) and find_authorities() == str(signed.ca)
 
 
 def test_an_authority_is_believed_from_then_on_and_that_of_somebody_else_does_not_help(

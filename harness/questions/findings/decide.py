@@ -52,7 +52,7 @@ def _with_trials(findings: list[RunFinding], rows: Mapping[str, RowFacts]) -> li
         if row is not None and place is not None and row.can_try(finding.actions[place].changes):
             is_worst = not any(action.changes for earlier in tried for action in earlier.actions)
             code = [] if is_worst else ["--finding", finding.code]
-            command = command_line("harness", "tune", row.data.run.id, *code)
+            command = command_line("harness", "tune", row.data.run.id, *code, *row.where)
             actions = [*finding.actions]
             actions[place] = replace(actions[place], verify=command)
             finding = replace(finding, actions=actions)

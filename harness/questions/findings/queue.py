@@ -321,7 +321,7 @@ def abandoned_computed(row: RowFacts) -> RuleResult | None:
             row.action(
                 "Let clients connect to the server directly, or a proxy that passes the end of a connection on; "
                 "else bound the length of answers",
-                settings={f"loads.{row.row.load}": f"output_tokens: {max(16, _typical_read(row))}"},
+                settings={row.load_key: f"output_tokens: {max(16, _typical_read(row))}"},
                 risk="answers that users would read to the end are cut",
             )
         ],
@@ -360,7 +360,7 @@ def listen_queue_full(row: RowFacts) -> RuleResult | None:
         actions=[
             row.action(
                 "Send fewer requests at the same moment, or put a proxy that keeps its connections in front",
-                settings={f"loads.{row.row.load}": "in_flight: 5" if row.load.user == "batch" else "ramp_s: 30"},
+                settings={row.load_key: "in_flight: 5" if row.load.user == "batch" else "ramp_s: 30"},
                 risk="fewer requests at once",
             )
         ],
@@ -395,7 +395,7 @@ def gateway_share(row: RowFacts) -> RuleResult | None:
         return None
     action = row.action(
         "Send requests to the server itself where the gateway is not needed; else give the gateway more processes",
-        settings={f"servers.{row.row.server}": "gateway: null"},
+        settings={row.server_key: "gateway: null"},
         gain=expected,
         risk="no keys, limits and logs of the gateway",
     )

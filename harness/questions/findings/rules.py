@@ -29,12 +29,13 @@ from harness.engines.settings import (
 from harness.numbers.summary import Action, CellSummary, Row, RunFinding, Summary
 from harness.questions.capacity.record import CAPACITY_FILE, read_capacity
 from harness.records.columns import Floats, Rows
-from harness.records.directory import INPUTS, read_inputs, work_options
+from harness.records.directory import INPUTS, read_inputs, server_options, work_options
 from harness.records.manifest import QUICK, ServedBy
 from harness.records.run_data import RunData
 from harness.records.samples import MetricsSample, ServerLoad
 from harness.run.running_server import combination_words, made_user
-from harness.scenario import Load, max_concurrency
+from harness.scenario import Load, Sweep, max_concurrency
+from harness.scenario.plan import load_in_file
 
 MAX_LOG_BYTES = 1_000_000
 # What rows of the same requests may differ in: how many are sent at once, and for how long.
@@ -125,6 +126,20 @@ class RowFacts(Struct, frozen=True, dict=True):
     @cached_property
     def load(self) -> Load:
         return self.data.run.scenario.loads[self.row.load]
+
+    @property
+    def load_key(self) -> str:
+        """The key of the load in the scenario's file, which has none of a part, a stage or a row of a sweep."""
+        name, swept = load_in_file(self.row.load), self.data.run.scenario.swept or Sweep()
+        row = swept.loads.get(name)
+        return f"loads.{name if row is None else row.of}"
+
+    @property
+    def server_key(self) -> str:
+        """The key of the server in the scenario's file, which has none of a row of a sweep."""
+        name, swept = self.row.server, self.data.run.scenario.swept or Sweep()
+        row = swept.servers.get(name)
+        return f"servers.{name if row is None else row.of}"
 
     @cached_property
     def in_flight(self) -> int:
@@ -333,8 +348,7 @@ class RowFacts(Struct, frozen=True, dict=True):
 
     def verify(self, about: str) -> str:
         """The commands that measure the same again and compare. `about`: the key in which the runs will differ."""
-        where = [] if self._runs_folder is None else ["--runs", self._runs_folder]
-        compare = ["harness", "compare", self.data.run.id, "NEW", "--about", about, *where]
+        compare = ["harness", "compare", self.data.run.id, "NEW", "--about", about, *self.where]
         return f"{self.run_again}; {command_line(*compare)}"
 
     @property
@@ -343,23 +357,28 @@ class RowFacts(Struct, frozen=True, dict=True):
         return self.data.run.scenario_name == QUICK and self.served.template is None
 
     @property
+    def where(self) -> list[object]:
+        """The option that names the folder of the run, if it is not the usual one."""
+        return [] if self._runs_folder is None else ["--runs", self._runs_folder]
+
+    @property
     def run_again(self) -> str:
         run, is_capacity = self.data.run, (self.data.folder / CAPACITY_FILE).exists()
-        user, search = made_user(run.scenario), self._capacity_options
-        server = list[str]()
-        if self.served.template is None and self.served.url:  # it ran already
-            access: dict[str, Any] = {"--model": run.scenario.model, "--api-key-env": run.scenario.api_key_env}
-            others = {"--telemetry": self._inputs.get("telemetry"), "--runs": self._runs_folder}
-            given = [word for name, value in (access | others).items() if value for word in (name, value)]
-            if self.is_quick:
-                return command_line("harness", "quick", self.served.url, *combination_words(run.scenario), *given)
-            server = ["--url", self.served.url, *given]
+        work = [] if is_capacity else [*option_words(work_options(self._inputs))]
+        search = self._capacity_options
+        url = self.served.url if self.served.template is None else ""  # of a server that ran already
+        access = self._access_words(run.scenario.api_key_env)
+        server = ["--url", url, *access] if url else []
+        if url and self.is_quick:
+            if work or "--metrics-url" in access:  # `harness quick` has neither: it was `harness run --url`
+                return command_line("harness", "run", *work, *server)
+            return command_line("harness", "quick", url, *combination_words(run.scenario), *access)
+        user = made_user(run.scenario)
         if is_capacity and server and user is not None:  # it was made for the running server
             return command_line("harness", "capacity", *server, "--user", user, *search)
-        where = [] if server or self._runs_folder is None else ["--runs", self._runs_folder]
-        work = [] if is_capacity else option_words(work_options(self._inputs))
         kind = "capacity" if is_capacity else "run"
-        return command_line("harness", kind, self._scenario_word, *work, *server, *search, *where)
+        server = ["--url", url, *self._access_words(None)] if url else self.where  # the scenario names its key itself
+        return command_line("harness", kind, self._scenario_word, *work, *server, *search)
 
     @cached_property
     def _capacity_options(self) -> list[str]:
@@ -369,6 +388,15 @@ class RowFacts(Struct, frozen=True, dict=True):
         except (HarnessError, OSError):
             return []
         return [] if report is None else report.options
+
+    def _access_words(self, key_name: str | None) -> list[object]:
+        """The options by which a command measures the server, which ran already, in the same way. `key_name`: of the
+        environment variable with its key.
+        """
+        recorded = server_options(self._inputs)
+        ca = {"--ca": _from_here(Path(recorded["--ca"]))} if "--ca" in recorded else {}
+        given = {"--model": self.data.run.scenario.model, "--api-key-env": key_name} | recorded | ca
+        return [*option_words(given), *self.where]
 
     @property
     def _scenario_word(self) -> str | Path:
@@ -417,7 +445,7 @@ class RowFacts(Struct, frozen=True, dict=True):
     def _lines(self, variables: dict[str, Any]) -> dict[str, str]:
         """By place the lines of a scenario that give these variables of the server."""
         lines = [f"{name}: {inline_yaml(value)}" for name, value in variables.items()]
-        return {f"servers.{self.row.server}.variables": "\n".join(lines)} if lines else {}
+        return {f"{self.server_key}.variables": "\n".join(lines)} if lines else {}
 
     def _spell_load(self, changes: dict[str, Any]) -> dict[str, str]:
         """By place the command that loads the model with these changes."""

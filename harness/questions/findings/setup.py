@@ -11,7 +11,6 @@ from harness.hardware.bounds import decode_bound, run_gpu, run_model, ttft_floor
 from harness.numbers.summary import ENOUGH
 from harness.questions.findings.rules import RowFacts, RuleResult, gain, rule, shorter
 from harness.scenario.check_syntax import parse_check
-from harness.scenario.plan import load_of_stage
 
 SMALL_SHM = 64 << 20  # Docker's default
 FIRST_SLOW, FIRST_PART = 3.0, 0.1  # times the usual TTFT; of the time of all requests
@@ -69,7 +68,7 @@ def versions_differ(row: RowFacts) -> RuleResult | None:
                     row.action(
                         "Give both servers images with the same version of the engine, or name the versions in "
                         "the result",
-                        settings={f"servers.{row.row.server}.variables": "image: ..."},
+                        settings={f"{row.server_key}.variables": "image: ..."},
                     )
                 ],
                 values={"version": version, "other": _version(facts), "server": other.server},
@@ -105,7 +104,7 @@ def setting_replaced(row: RowFacts) -> RuleResult | None:
         actions=[
             row.action(
                 "Read the server's log for the setting, and give the number that it uses",
-                settings={f"servers.{row.row.server}.variables": f"{key}: {ran}"},
+                settings={f"{row.server_key}.variables": f"{key}: {ran}"},
             )
         ],
         values={"settings": different},
@@ -176,7 +175,7 @@ def load_generator(row: RowFacts) -> RuleResult | None:
     if not row.is_quick:
         action = row.action(
             f"{more} load processes, or another machine for the load",
-            settings={f"loads.{load_of_stage(row.row.load) or row.row.load}": f"processes: {more}"},
+            settings={row.load_key: f"processes: {more}"},
             risk="they need cores, which the server may need too",
         )
     return RuleResult(
@@ -289,6 +288,8 @@ def slo_beyond_hardware(row: RowFacts) -> RuleResult | None:
     bounds: list[tuple[str, str, float]] = []  # text, latency, seconds
     for text in row.data.run.scenario.checks:
         check = parse_check(text)
+        if not check.concerns(row.row.server, row.row.load):
+            continue
         bounds += [(slo.text, slo.latency, slo.bound_s) for slo in check.slos]
         if not check.relative and check.operator in ("<", "<="):
             bounds.append((text, METRICS[check.metric].latency, check.bound))

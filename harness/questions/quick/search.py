@@ -346,7 +346,6 @@ def combinations_report(folder: Path, target: Target, options: Mapping[str, obje
     combinations, ran = combination_numbers(data, summary), next(iter(data.run.cells))
     is_here = data.run.remote is not None or is_this_machine(urlsplit(ran.served_by.url or target.url).hostname or "")
     where = option_words({"--runs": options.get("--runs")})
-    repeat_options = {name: value for name, value in options.items() if name not in ("--runs", "--ca")}
     return CombinationsReport(
         run=str(folder),
         url=target.url,
@@ -360,7 +359,7 @@ def combinations_report(folder: Path, target: Target, options: Mapping[str, obje
         next={
             command_line("harness", "report", data.run.id, *where): "all percentiles, findings and charts",
             command_line(
-                "harness", "capacity", "--url", target.url, *option_words(repeat_options)
+                "harness", "capacity", "--url", target.url, *option_words(options)
             ): f"how many chat users it holds within {LIMITS[0]} and {LIMITS[1]}",
         },
     )
@@ -368,8 +367,9 @@ def combinations_report(folder: Path, target: Target, options: Mapping[str, obje
 
 def _gpu_words(run: Run, *, is_here: bool) -> list[str] | None:
     """The words by which `expect` knows the server's GPU: none on its own machine. None: the GPU is not known."""
-    known = is_here or run.remote is not None
-    name = next((spec.name for spec in map(identify_gpu, run.server_machine.gpus) if known and spec is not None), None)
+    is_sampled = is_here or run.remote is not None
+    specs = map(identify_gpu, run.server_machine.gpus) if is_sampled else ()
+    name = next((spec.name for spec in specs if spec is not None), None)
     if name is None:
         return None
     return [] if is_here else ["--gpu", name]

@@ -39,13 +39,13 @@ from harness.records.run_data import load
 from harness.records.samples import GpuSample, HostSample, TelemetrySample
 from harness.report import markdown
 from harness.report.elements import Paragraph, lined_up
-from harness.scenario import Load
+from harness.scenario import Load, Server, Sweep, SweepRow
 from harness.scenario.behaviour import Abandon
 from harness.scenario.plan import Cell
 from harness.simulated.engine import EngineConfig
 from tests.support import fake_gpus, machines
 from tests.support.engine_runs import HEALTHY, STRIX, EngineSetup, write_engine_run
-from tests.support.made_runs import served_by, write_made_run
+from tests.support.made_runs import scenario, served_by, write_made_run
 from tests.support.nightly import NIGHTLY
 from tests.support.wording import Wording
 
@@ -485,6 +485,16 @@ def test_speculation_costs_from_a_number_of_users_on(tmp_path: Path, of_cause: C
     assert vllm == {"servers.a.variables": "speculative_config: null"}
 
 
+@pytest.mark.parametrize(
+    ("selection", "rows"), [("two: ", ["other / two", "a / two"]), ("other/one: ", ["other / one"])]
+)
+def test_an_slo_is_of_the_rows_that_its_check_is_for(tmp_path: Path, selection: str, rows: list[str]) -> None:
+    cause = CAUSES["slo_beyond_hardware"]
+    loads, more = {"one": batch(1), "two": batch(2)}, cause.more | {"checks": [f"{selection}tpot_p50 <= 5ms"]}
+    made = found(tmp_path / "run", replace(cause, loads=loads, others={"other": cause.setup}, more=more))
+    assert [one.rows for one in made if one.code == "slo_beyond_hardware"] == [rows]
+
+
 def test_memory_that_a_card_took_of_the_host_is_found(tmp_path: Path) -> None:
     card = machine(lambda root: machines.radeon(root, 110000, 24))
     setup = EngineSetup(telemetry=watched(gtt_gib=4))
@@ -858,6 +868,27 @@ def test_a_finding_about_the_load_sets_nothing_of_the_server(tmp_path: Path, cod
         assert all(place == "the scenario" or place.startswith("loads.") for place in settings), settings
 
 
+@pytest.mark.parametrize(
+    ("load_name", "mixes"), [("people@8", {}), ("both.people", {"both": ["people", "other"]}), ("people-8", {})]
+)
+def test_a_setting_has_the_key_that_the_scenario_file_has(
+    tmp_path: Path, load_name: str, mixes: dict[str, list[str]]
+) -> None:
+    """A stage, a part of a mix and a row of a sweep have none of their own."""
+    eight, folder = {"sequences": 8}, tmp_path / "run"
+    swept = Sweep(
+        servers={"a": SweepRow(of="vllm", settings=eight)}, loads={"people-8": SweepRow(of="people", settings={})}
+    )
+    cause, loads = CAUSES["load_generator"], {load_name: batch(8)}
+    setup = replace(cause.setup, startup=VLLM)
+    run = write_engine_run(folder, {"a": setup}, loads, template="vllm-rocm", measured=cause.more["measured"])
+    write_run(folder, replace(run, scenario=replace(run.scenario, swept=swept, mixes=mixes)))
+    (one, *_) = with_findings(summarize_with_counts(folder)).summary.findings or []
+    assert [action.settings for action in one.actions] == [{"loads.people": "processes: 2"}]
+    facts = RowFacts(load(folder), (summary := summarize(folder)), summary.rows[0])
+    assert list(facts.action("", eight).settings) == ["servers.vllm.variables"]
+
+
 def test_a_setting_that_lemonade_cannot_have_or_has_is_not_printed(tmp_path: Path) -> None:
     """What is in use is no cure; and what is hidden in it cannot be pasted."""
     for number, arguments in enumerate(("--max-num-seqs 5", "--api-key ***")):
@@ -988,3 +1019,36 @@ def test_a_search_of_a_scenario_that_ships_is_not_one_of_made_users(tmp_path: Pa
     inputs = {"scenario": str(SCENARIOS / "capacity-chat.yaml")}
     (tmp_path / "1" / "inputs.json").write_bytes(msgspec.json.encode(inputs))
     assert shlex.split(facts.run_again)[:4] == ["harness", "capacity", "capacity-chat", "--url"]
+
+
+def test_commands_reach_a_server_as_the_run_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its metrics and its authority, and the folder of the run; a scenario names its key itself."""
+    monkeypatch.chdir(tmp_path)
+    ran = replace(served_by(), url="https://h:1", template=None)
+    keyed = scenario(servers={"a": Server(template="running")}, api_key_env="KEY", repeats=1)
+    inputs = {
+        "scenario": str(tmp_path / "s.yaml"),
+        "metrics_url": "https://h:2/metrics",
+        "ca": str(tmp_path / "-ca.pem"),
+    }
+
+    def again(name: str, **more: Any) -> str:
+        folder = tmp_path / "mine" / f"{name}{len(more)}"
+        write_made_run(folder, made_of=keyed, served=lambda cell: ran, scenario_name=name)
+        (folder / "inputs.json").write_bytes(msgspec.json.encode(inputs | more))
+        return RowFacts(load(folder), (summary := summarize(folder)), summary.rows[0]).run_again
+
+    reached = "--metrics-url https://h:2/metrics --ca ./-ca.pem --runs mine"
+    assert again("s") == f"harness run s.yaml --url https://h:1 --model m {reached}"
+    assert again("quick") == f"harness run --url https://h:1 --model m --api-key-env KEY {reached}"
+    without = again("quick", metrics_url=None)
+    assert without == "harness quick https://h:1 --model m --api-key-env KEY --ca ./-ca.pem --runs mine"
+
+
+def test_the_command_that_tries_an_advice_names_the_folder_of_the_run(tmp_path: Path) -> None:
+    folder, cause = tmp_path / "mine" / "run", CAUSES["more_is_slower"]
+    setup = replace(cause.setup, startup=VLLM)
+    run = write_engine_run(folder, {"a": setup}, cause.loads, prompt_tokens=360, template="vllm-rocm")
+    (folder / "inputs.json").write_text('{"scenario": "/s.yaml"}')
+    (first, *_) = with_findings(summarize_with_counts(folder)).summary.findings or []
+    assert first.actions[0].verify == f"harness tune {run.id} --runs {folder.parent}"

@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,13 @@ from harness.questions.quick.combinations_page import (
 )
 from harness.questions.quick.command import read_wanted
 from harness.questions.quick.decide import CombinationNumbers, CombinationsReport, Repeated, combination_numbers
+from harness.questions.quick.search import combinations_report
 from harness.records.manifest import Machine
 from harness.records.records import Request
 from harness.records.run_data import load as load_run
 from harness.report.elements import Grid
 from harness.report.markdown import render
+from harness.run.experiment import Target
 from harness.run.running_server import combination_words
 from harness.scenario import Load, Prompts, Scenario, Server, Warmup
 from harness.scenario.plan import Cell, plan
@@ -371,6 +374,14 @@ def test_numbers_of_a_run(tmp_path: Any) -> None:
     assert found.tg is not None and found.tg.value == pytest.approx(10)
     assert found.ttft_ms is not None and found.ttft_ms.value == pytest.approx(500)
     assert found.tpot_ms is not None and found.tpot_ms.value == pytest.approx(100)
+
+
+def test_the_next_commands_reach_the_server_and_the_runs(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "run", made_of=made("-p", "512", "-n", "64", "-d", "4k", "-r", "3"), id="run")
+    given = {"--model": None, "--ca": Path("ca.pem"), "--telemetry": "ssh://h", "--runs": Path("mine")}
+    reported, capacity = combinations_report(tmp_path / "run", Target("https://h:1"), given).next
+    assert reported == "harness report run --runs mine"
+    assert capacity == "harness capacity --url https://h:1 --ca ca.pem --telemetry ssh://h --runs mine"
 
 
 def report(**changes: Any) -> CombinationsReport:
