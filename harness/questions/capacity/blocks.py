@@ -15,7 +15,7 @@ from harness.numbers.formulas import MISSED, meets_slos
 from harness.numbers.latencies import margin_sample, token_shares_between
 from harness.numbers.share_test import LatencySample
 from harness.records.columns import Rows, rows_of
-from harness.records.records import AT_LEAST, FAILED, OBSERVED, UNKNOWN, Request
+from harness.records.records import AT_LEAST, CUT, FAILED, OBSERVED, UNKNOWN, Request
 from harness.scenario import Load, Scenario, is_open_loop
 from harness.scenario.behaviour import mean_pause_s
 from harness.scenario.check_syntax import Check, parse_check, split_checks
@@ -167,6 +167,7 @@ class BlockCutter:
         self.begun_s: float | None = None  # when the first measured request was sent
         self._next_s = 0.0  # start of the next block
         self._is_cut = False  # there was a block
+        self._chunks = self._carried_tokens = 0.0  # of the streamed answers, and the tokens in these chunks
         self._recorded: set[str] = set()  # ids of requests
         self._in_flight: dict[str, list[Request]] = {}  # by cell, those older than some bound
         self._overdue: list[dict[str, Request]] = [{} for _ in slos]  # by id: missed the SLO while in flight ...
@@ -201,7 +202,12 @@ class BlockCutter:
     def add(self, requests: Sequence[Request]) -> None:
         """Add new records, warm-up included."""
         self._note_begin(requests)
-        for request, e2e_s in zip(requests, formulas.e2e(rows_of(requests)).tolist(), strict=True):
+        rows = rows_of(requests)
+        carried = formulas.carried_tokens(rows)
+        known = rows.good & ~np.isnan(carried)
+        self._chunks += float(rows.chunks[known].sum())
+        self._carried_tokens += float(carried[known].sum())
+        for request, e2e_s in zip(requests, formulas.e2e(rows).tolist(), strict=True):
             self._recorded.add(request.id)
             if not math.isnan(e2e_s):
                 load = load_of_part(request.load)
@@ -290,20 +296,36 @@ class BlockCutter:
         return samples
 
     def _make_block(self, begin_s: float, end_s: float, ended: list[Request], answers: int) -> ProbeBlock:
-        rows, ended_e2e_s = rows_of(self._waiting), formulas.e2e(rows_of(ended))
-        rows = rows.where(rows.good & ~np.isnan(rows.output_tokens))
-        shares = token_shares_between(rows, begin_s, end_s, lambda places: (self._waiting[at] for at in places))
+        ended_e2e_s = formulas.e2e(rows_of(ended))
+        # An answer counts where it ends; `open_tokens` has the part of those that are still open at the last end.
+        counted = (self._waiting, begin_s, end_s) if self._whole_tokens else (ended, self.begun_s or begin_s, math.inf)
         samples = self._samples([request for request in ended if request.error != "unfinished"], self._uncounted)
         self._uncounted = [[] for _ in self._slos]
         return ProbeBlock(
             begin_s=begin_s,
             seconds=end_s - begin_s,
             samples=samples,
-            output_tokens=float(rows.output_tokens @ shares),
+            output_tokens=self._tokens_between(*counted),
             answers=answers,
             failed=sum(request.error not in (None, "unfinished", "abandoned") for request in ended),
             e2e_s=_mean(ended_e2e_s[~np.isnan(ended_e2e_s)].tolist()),
         )
+
+    def open_tokens(self) -> float:
+        """The tokens that came before the end of the last block, of answers that ended or were cut after it."""
+        if self._whole_tokens or self.begun_s is None:
+            return 0.0
+        return self._tokens_between(self._waiting, self.begun_s, self._next_s)
+
+    def _tokens_between(self, requests: list[Request], begin_s: float, end_s: float) -> float:
+        """The tokens of requests that did not fail in a time. A chunk of one that was cut has as many as the others."""
+        rows = rows_of(requests)
+        rows = rows.where(rows.good | rows.error.is_in(*CUT))
+        shares = token_shares_between(rows, begin_s, end_s, lambda places: (requests[at] for at in places))
+        known = ~np.isnan(rows.output_tokens)
+        cut_chunks = float((rows.chunks * shares)[~known].sum())
+        cut = cut_chunks * self._carried_tokens / self._chunks if self._chunks else 0.0
+        return float((rows.output_tokens * shares)[known].sum()) + cut
 
 
 def _mean(values: Collection[float]) -> float | None:

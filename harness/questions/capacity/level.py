@@ -215,8 +215,6 @@ class Probe:
 
     def result(self, cells: list[str]) -> MeasuredProbe:
         """The result of the ended probe. `cells`: of the run."""
-        measured = self.steady_blocks or self.blocks
-        measured_s = sum(block.seconds for block in measured)
         return MeasuredProbe(
             cells=cells,
             level=self.level,
@@ -231,8 +229,16 @@ class Probe:
             answer_s=self.cutter.answer_s,
             unheld=self.unheld,
             margin=None if self.purpose not in SLO_PURPOSES or self.margin == math.inf else self.margin,
-            tok_s=sum(block.output_tokens for block in measured) / measured_s if measured_s else None,
+            tok_s=self._tok_s(),
         )
+
+    def _tok_s(self) -> float | None:
+        """Tokens a second of the blocks, or of those with a steady throughput; None without one."""
+        measured = self.steady_blocks or self.blocks
+        measured_s = sum(block.seconds for block in measured)
+        if not measured_s:
+            return None
+        return (sum(block.output_tokens for block in measured) + self.cutter.open_tokens()) / measured_s
 
 
 def is_valid(probe: Probe | MeasuredProbe) -> bool:

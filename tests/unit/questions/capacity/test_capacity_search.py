@@ -377,6 +377,35 @@ def test_the_capacity_is_found_at_any_rate(case: RateCase) -> None:
     assert answer.above <= 1.5 * answer.low + 1
 
 
+@pytest.mark.parametrize("looks_s", [1.5, 4.0, 20.0])
+@pytest.mark.parametrize("users", [1, 5])
+def test_the_tokens_of_a_probe_are_those_that_came_in_its_blocks(users: int, looks_s: float) -> None:
+    """Users whose answers of 100 tokens take 1 s, one a tenth of it after the other; at the end most are in flight."""
+    slos = parse_slos(["ttft_p95<=1s"])
+    probe = Probe(users, slos, cutter=BlockCutter(slos, flush_s=0.0, answers=1))
+    chunks_s = [0.01 * (1 + at) for at in range(100)]
+
+    def answer(user: int, number: int) -> Request:
+        return request(
+            id=f"{user}-{number}", sent_s=100 + 0.1 * user + number, phase="warmup" if number == 0 else "measured",
+            ended_s=1.0, chunks_s=chunks_s, asked_tokens=100, output_tokens=100, first_visible_s=0.01,
+        )  # fmt: skip
+
+    end_s = 100.55 + looks_s
+    for number in range(int(looks_s) + 2):
+        sent = [answer(user, number) for user in range(users)]
+        probe.add_records([one for one in sent if one.sent_s + one.ended_s <= end_s])
+        probe.blocks += probe.cutter.cut(min(end_s, 101.0 + number))
+        probe.add_records([
+            replace(one, ended_s=end_s - one.sent_s, error="unfinished", output_tokens=None, finish=None,
+                    chunks_s=[time_s for time_s in chunks_s if one.sent_s + time_s <= end_s])
+            for one in sent
+            if one.sent_s < end_s < one.sent_s + one.ended_s
+        ])  # fmt: skip
+    probe.end("stopped")
+    assert probe.blocks and probe.result(["c"]).tok_s == pytest.approx(100 * users, rel=0.02)
+
+
 # The level from which on one server is better.
 
 
