@@ -156,7 +156,8 @@ def slo_reason(
     elif slo.level:
         text = f"about {amount(slo.level)}{_range(report, slo, next_to)}; not proven yet{above}{settle}"
     else:
-        text = f"likely not even {amount(1)}{next_to}: {broken}; not proven yet{settle}"
+        seems = broken if slo.unheld else f"{slo.broken or 'an SLO'} seems broken"
+        text = f"likely not even {amount(1)}{next_to}: {seems}; not proven yet{settle}"
     return because("capacity_unproven", text + waited, **values)
 
 
@@ -269,12 +270,12 @@ def probe_grid(report: CapacityReport, rows: Sequence[Sequence[str]]) -> Grid:
 
 def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredProbe) -> list[str]:
     """A row of the table of probes."""
-    met = dict(zip(report.slos_of(server), probe.met, strict=False))
-    shares = [met.get(slo) for slo in report.all_slos]
+    counts = dict(zip(report.slos_of(server), probe.counts, strict=False))
+    known = [counts.get(slo, (0, 0)) for slo in report.all_slos]
     return [
         *([server.server] if len(report.servers) > 1 else []),
         format_level(report, probe.level),
-        *(NOTHING if share is None else f"{100 * share:.1f} %" for share in shares),
+        *(f"{100 * met / decided:.1f} % of {decided:,}" if decided else NOTHING for met, decided in known),
         f"{probe.answers:,}",
         duration(probe.seconds),
         NOTHING if probe.answer_s is None else f"{figures(probe.answer_s)} s",

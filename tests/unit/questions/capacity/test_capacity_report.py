@@ -98,8 +98,8 @@ def test_the_tables_have_a_column_for_each_slo_of_any_server() -> None:
     assert [text for text in texts if text.startswith("SLOs")] == [f"SLOs of a: {STRICT}", f"SLOs of b: {LOOSE}"]
     assert probe_headings(report)[2:4] == [STRICT, LOOSE]
     rows = [probe_cells(report, one, one.probes[0])[2:4] for one in report.servers]
-    assert [row[place] for place, row in enumerate(rows)] == ["99.0 %", "50.0 %"]
-    assert rows[0][1] == rows[1][0] not in ("99.0 %", "50.0 %"), "it has no such SLO"
+    assert [row[place] for place, row in enumerate(rows)] == ["99.0 % of 100", "50.0 % of 100"]
+    assert rows[0][1] == rows[1][0] not in ("99.0 % of 100", "50.0 % of 100"), "it has no such SLO"
     names = [html.unescape(trace["name"]) for trace in attainment_chart(report).figure["data"]]
     assert names == [f"a: {STRICT}", f"b: {LOOSE}"]
     known = answer_reasons(report, report.servers[1])[0].values["known"]
@@ -124,7 +124,7 @@ def test_a_file_from_before_servers_had_their_own_slos_is_read(tmp_path: Path) -
     (tmp_path / "capacity.json").write_bytes(msgspec.json.encode(stored))
     report = read_capacity(tmp_path)
     assert report is not None and report.all_slos == [STRICT]
-    assert [probe_cells(report, one, one.probes[0])[2] for one in report.servers] == ["99.0 %", "50.0 %"]
+    assert [probe_cells(report, one, one.probes[0])[2] for one in report.servers] == ["99.0 % of 100", "50.0 % of 100"]
     assert report.holds(report.servers[1]) is False
 
 
