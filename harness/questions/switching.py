@@ -162,7 +162,9 @@ def _cost(requests: Sequence[ModelRequest]) -> SwitchCost:
         runs.setdefault(request.cell, ([], []))[request.changed].append(request.ttft_s)
     costs = [fmean(changed) - fmean(same) for same, changed in runs.values() if same and changed]
     if len(costs) < 2:
-        return _cost_of_requests(*([one.ttft_s for one in requests if one.changed is side] for side in (False, True)))
+        return _cost_of_requests(
+            *([request.ttft_s for request in requests if request.changed is side] for side in (False, True))
+        )
     mean_s, half_s = fmean(costs), t_quantile(1 - ALPHA / 2, len(costs) - 1) * _error_s(costs)
     return SwitchCost(mean_s, mean_s - half_s, mean_s + half_s, _interval_text(mean_s, half_s), repeated=True)
 
