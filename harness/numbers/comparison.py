@@ -23,7 +23,7 @@ class SameAnswers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     side: str
     baseline: str
     load: str
-    questions: int  # that both answered
+    questions: int  # that both answered; 0: a side has no valid cell, and the other numbers say nothing
     differ: float  # share of the pairs of answers, one of each side, that differ
     noise: tuple[float | None, float | None]  # such a share within the side and within the baseline; None: asked once
     flips: float | None = None  # differ - the mean of the noise: what the other server changes; None: noise not known
@@ -39,6 +39,7 @@ class SameAnswers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     word: Literal["same", "worse", "inconclusive"]  # same: at most ANSWER_MARGIN less right answers
     reason: Reason | None = None  # of "inconclusive": why
     needed: int | None = None  # about so many questions would decide it
+    left_out: list[Reason] = []  # the first problem of each cell of the two that is not valid and does not count
 
 
 Inconclusive = Literal[

@@ -40,7 +40,7 @@ def with_answers(analysis: Summarized) -> Summarized:
         ],
         starts=starts,
         soaks=soak.soak_results(data),
-        same_answers=same_answers(data) if is_valid else [],
+        same_answers=same_answers(analysis) if is_valid else [],
     )
     return analysis._replace(summary=added)
 

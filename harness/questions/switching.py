@@ -14,12 +14,13 @@ from harness.base.units import count, figures
 from harness.engines import find_engine
 from harness.numbers import formulas
 from harness.numbers.comparison import ALPHA
-from harness.numbers.stats import t_quantile
+from harness.numbers.stats import difference_of, t_quantile
 from harness.numbers.summary import CellSummary
 from harness.records.run_data import RunData
 from harness.scenario import model_at
 
 MAX_LOG_BYTES = 50_000_000
+MIN_REQUESTS = 5  # with a change, and without, of a single run: fewer may be alike although the times differ
 
 
 class ModelRequest(NamedTuple):
@@ -29,6 +30,16 @@ class ModelRequest(NamedTuple):
     model: str
     changed: bool  # the request before it was for another model
     ttft_s: float
+
+
+class SwitchCost(NamedTuple):
+    """The mean extra time to the first token after a change, with its 95 % interval, in seconds."""
+
+    mean_s: float
+    low_s: float | None  # None: too few requests for an interval
+    high_s: float | None
+    shown: str  # the interval in words, or why there is none
+    repeated: bool
 
 
 def switching_answers(data: RunData, cells: Sequence[CellSummary]) -> list[Reason]:
@@ -108,39 +119,34 @@ def _answer(server: str, requests: Sequence[ModelRequest], logged: Mapping[str, 
     changed = [request for request in requests if request.changed]
     if not same or not changed:
         return None
-    costs, repeated = _costs(requests)
-    cost, alone_s, low_s, high_s, interval = fmean(costs), fmean(same), None, None, "unknown"
-    if len(costs) > 1:
-        half_s = t_quantile(1 - ALPHA / 2, len(costs) - 1) * float(np.std(costs, ddof=1)) / math.sqrt(len(costs))
-        low_s, high_s = cost - half_s, cost + half_s
-        interval = f"{_ms(low_s)} to {_ms(high_s)}"
+    cost, alone_s = _cost(requests), fmean(same)
     waited = [request for request in changed if request.ttft_s > _longest_without_load_s(same)]
     by_model_s = {
         model: fmean(request.ttft_s for request in changed if request.model == model) - alone_s
         for model in sorted({request.model for request in changed})
     }
-    basis = "" if repeated else "one run, not repeated; "
-    after, shown = _ms(fmean(request.ttft_s for request in changed)), f"{basis}95 % interval {interval}"
+    after, difference = _ms(fmean(request.ttft_s for request in changed)), _ms(cost.mean_s)
     models = {request.model for request in requests}
     stay = sorted(by_model_s.keys() - {request.model for request in waited})
     if not waited:
         kept = "both" if len(models) == 2 else f"all {len(models)}"
         text = f"{server}: {kept} models stay loaded, no change waited (of {len(changed)}): the first token comes "
-        text += f"after {after}, and after {_ms(alone_s)} without a change (difference {_ms(cost)}; {shown})"
+        text += f"after {after}, and after {_ms(alone_s)} without a change (difference {difference}; {cost.shown})"
     else:
         to = ", ".join(f"{_ms(extra_s)} to {name}" for name, extra_s in by_model_s.items())
-        text = f"{server}: a change of model costs {_ms(cost)} ({shown}): the first token comes after {after} instead "
-        text += f"of {_ms(alone_s)}; {len(waited)} of {count(len(changed), 'change')} waited for the model, "
-        text += f"which had been evicted ({to}); "
+        text = f"{server}: a change of model costs {difference} ({cost.shown}): the first token comes after "
+        text += f"{after} instead of {_ms(alone_s)}; {len(waited)} of {count(len(changed), 'change')} waited for the "
+        text += f"model, which had been evicted ({to}); "
         few = "one model is" if len(models) == 2 else f"fewer than {len(models)} models are"
         text += f"{', '.join(stay)} stayed loaded" if stay else f"{few} loaded at a time"
     if logged:
         means = [f"{kind} took {_ms(fmean(took_s))} (mean of {len(took_s)})" for kind, took_s in logged.items()]
         text += f"; by the server's log, each {' and each '.join(means)}"
-    values = {"side": server, "cost_s": cost, "low_s": low_s, "high_s": high_s, "changes": len(changed)}
+    values = {"side": server, "cost_s": cost.mean_s, "low_s": cost.low_s, "high_s": cost.high_s}
+    values |= {"changes": len(changed)}
     values |= {"logged_s": {kind: fmean(took_s) for kind, took_s in logged.items()}}
     values |= {"waited": len(waited), "stay": stay, "same_s": alone_s, "by_model_s": by_model_s}
-    return because("model_switch", f"{text}.", **values, provisional=not repeated)
+    return because("model_switch", f"{text}.", **values, provisional=not cost.repeated)
 
 
 def _longest_without_load_s(same: Sequence[float]) -> float:
@@ -149,16 +155,40 @@ def _longest_without_load_s(same: Sequence[float]) -> float:
     return float(max(high_s + 3 * (high_s - low_s), 1.5 * middle_s))
 
 
-def _costs(requests: Sequence[ModelRequest]) -> tuple[list[float], bool]:
-    """The cost in each run, and True; of a single run that of each change, and False."""
+def _cost(requests: Sequence[ModelRequest]) -> SwitchCost:
+    """The mean over runs of the cost in each, with Student's interval; of a single run by `_cost_of_requests`."""
     runs: dict[str, tuple[list[float], list[float]]] = {}
     for request in requests:
         runs.setdefault(request.cell, ([], []))[request.changed].append(request.ttft_s)
     costs = [fmean(changed) - fmean(same) for same, changed in runs.values() if same and changed]
-    if len(costs) > 1:
-        return costs, True
-    same = fmean(request.ttft_s for request in requests if not request.changed)
-    return [request.ttft_s - same for request in requests if request.changed], False
+    if len(costs) < 2:
+        return _cost_of_requests(
+            *([request.ttft_s for request in requests if request.changed is side] for side in (False, True))
+        )
+    mean_s, half_s = fmean(costs), t_quantile(1 - ALPHA / 2, len(costs) - 1) * _error_s(costs)
+    return SwitchCost(mean_s, mean_s - half_s, mean_s + half_s, _interval_text(mean_s, half_s), repeated=True)
+
+
+def _cost_of_requests(same: Sequence[float], changed: Sequence[float]) -> SwitchCost:
+    """The difference of two means of a single run, with Welch's interval: both means are uncertain."""
+    mean_s, basis = fmean(changed) - fmean(same), "one run, not repeated"
+    few = [count(len(changed), "change")] * (len(changed) < MIN_REQUESTS)
+    few += [f"{count(len(same), 'request')} without a change"] * (len(same) < MIN_REQUESTS)
+    if few:
+        shown = f"{basis}; no 95 % interval: {' and '.join(few)}, at least {MIN_REQUESTS} are needed"
+        return SwitchCost(mean_s, None, None, shown, repeated=False)
+    half_s = difference_of(0.0, [(_error_s(times), len(times) - 1) for times in (changed, same)]).half_width()
+    shown = f"{basis}; {_interval_text(mean_s, half_s)}"
+    return SwitchCost(mean_s, mean_s - half_s, mean_s + half_s, shown, repeated=False)
+
+
+def _error_s(values: Sequence[float]) -> float:
+    """The standard error of the mean."""
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+def _interval_text(mean_s: float, half_s: float) -> str:
+    return f"95 % interval {_ms(mean_s - half_s)} to {_ms(mean_s + half_s)}"
 
 
 def _ms(seconds: float) -> str:

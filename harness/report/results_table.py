@@ -306,7 +306,9 @@ _VERDICT_COLUMNS = (
         "and the difference in points. Same: at most 3 points less.",
         "Tango’s 95 % interval of the paired difference against 3 points; same: with at least 30 % right on the better "
         "side and at most half of the answers flipped; worse: with a baseline above guessing",
-        lambda line: line.answers and CellText(answers_word(line.answers), f"{100 * line.answers.difference:+.1f}"),
+        lambda line: line.answers and CellText(
+            answers_word(line.answers), f"{100 * line.answers.difference:+.1f}" if line.answers.questions else ""
+        ),
         "verdict",
     ),
 )  # fmt: skip

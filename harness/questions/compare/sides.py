@@ -10,7 +10,7 @@ from harness.base.units import count
 from harness.base.versions import DEFINITIONS
 from harness.numbers.checks import compared_metrics
 from harness.numbers.comparison import TOLERANCE, Comparison
-from harness.numbers.summarize import summary_of
+from harness.numbers.summarize import Summarized, summary_of
 from harness.numbers.summary import Reference, Summary
 from harness.questions.compare.decide import (
     RunGroup,
@@ -25,7 +25,6 @@ from harness.questions.compare.equal_runs import find_equal_runs
 from harness.questions.same_answers.decide import same_answers_of_runs
 from harness.records import run_data
 from harness.records.manifest import Run, read_run
-from harness.records.run_data import RunData
 
 
 def compare_runs(
@@ -58,7 +57,7 @@ def compare_runs(
         sides = [side._replace(name=side.runs[0].server_machine.name) for side in sides]
     rows, compared = comparable_rows(sides, about, with_sides=is_across or len(sides) > 2)
     equal = find_equal_runs([side.runs for side in sides], rows, runs, results)
-    data = [(side.name, _read_data(group)) for side, group in zip(sides, groups, strict=True)]
+    data = [(side.name, _read_data(group, side.summaries)) for side, group in zip(sides, groups, strict=True)]
     comparison = compare_sides(sides, rows, compared, equal, checks, provisional=provisional, tolerance=tolerance)
     return replace(comparison, same_answers=list(same_answers_of_runs(data)))
 
@@ -84,9 +83,13 @@ def _read_side(folders: Sequence[Path], checks: Sequence[str]) -> RunGroup:
     return RunGroup(name, runs, summaries)
 
 
-def _read_data(folders: Sequence[Path]) -> list[RunData]:
-    """The records of those that have them."""
-    return [run_data.load(folder) for folder in folders if (folder / "requests.jsonl").exists()]
+def _read_data(folders: Sequence[Path], summaries: Sequence[Summary]) -> list[Summarized]:
+    """The summaries and the records of those that have records."""
+    return [
+        Summarized(summary, run_data.load(folder))
+        for folder, summary in zip(folders, summaries, strict=True)
+        if (folder / "requests.jsonl").exists()
+    ]
 
 
 def group_by_machine(folders: Sequence[Path]) -> list[list[Path]]:

@@ -83,6 +83,16 @@ class Series(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return f"{self.server} / {self.load}"
 
+    @property
+    def kept(self) -> list[str]:
+        """Its runs without outliers."""
+        return [point.run for point in self.points if point.state != "outlier"]
+
+    @property
+    def before_window(self) -> str:
+        """The last run before the newest `window` runs, which outliers are no part of."""
+        return self.kept[-1 - self.window]
+
     def level_ratio(self, level: int) -> float:
         """The speed of a level relative to the level before it."""
         ratio = self.levels[level].value / self.levels[level - 1].value
@@ -140,8 +150,8 @@ def decide_history(
     undecided = _make_series([*earlier, (run, newest)])
     series = [_with_gate(_decide(item, run.id, len(undecided)), tolerance) for item in undecided]
     # A shift that several runs show together started with the first of them, so compare with the run before that one.
-    windows = [item.window for item in series if item.word in ("slower", "faster")]
-    sides = [all_runs[-1 - max(windows, default=1)], run] if earlier else [run]
+    before = {item.before_window for item in series if item.word in ("slower", "faster")}
+    sides = [next((other for other in all_runs if other.id in before), all_runs[-2]), run] if earlier else [run]
     keys = [row.key for row in newest.rows]
     facts = [collect_facts(side, [key for key in keys if _has_row(side, key)]) for side in sides]
     return History(
@@ -261,35 +271,35 @@ def _with_gate(series: Series, tolerance: float) -> Series:
 def _find_change_points(series: Sequence[Series], runs: Sequence[Run]) -> list[ChangePoint]:
     """The change points of all series. Those between the same two runs are joined."""
     index_of = {run.id: index for index, run in enumerate(runs)}
-    moved_between: dict[tuple[str, str], list[Moved]] = {}
+    shifted: dict[tuple[str, str], list[tuple[Series, int]]] = {}
     for metric_series in series:
         for number, (old, new) in enumerate(itertools.pairwise(metric_series.levels), start=1):
-            moved = Moved(
-                server=metric_series.server,
-                load=metric_series.load,
-                metric=metric_series.metric,
-                ratio=metric_series.level_ratio(number),
-            )
-            moved_between.setdefault((old.last, new.first), []).append(moved)
+            shifted.setdefault((old.last, new.first), []).append((metric_series, number))
     points = []
-    for (before, after), all_moved in sorted(moved_between.items(), key=lambda item: index_of[item[0][1]]):
-        rows = list(dict.fromkeys((moved.server, moved.load) for moved in all_moved))
-        sides, differences = _nearest_difference(runs, index_of[before], index_of[after], rows)
-        points.append(ChangePoint(before=before, after=after, moved=all_moved, sides=sides, differences=differences))
+    for (before, after), at in sorted(shifted.items(), key=lambda item: index_of[item[0][1]]):
+        moved = [
+            Moved(server=own.server, load=own.load, metric=own.metric, ratio=own.level_ratio(number))
+            for own, number in at
+        ]
+        kept = [run for run in runs if all(run.id in own.kept for own, _ in at)]
+        rows = list(dict.fromkeys((own.server, own.load) for own, _ in at))
+        sides, differences = _nearest_difference(kept, before, after, rows)
+        points.append(ChangePoint(before=before, after=after, moved=moved, sides=sides, differences=differences))
     return points
 
 
 def _nearest_difference(
-    runs: Sequence[Run], before: int, after: int, rows: Sequence[tuple[str, str]]
+    runs: Sequence[Run], before: str, after: str, rows: Sequence[tuple[str, str]]
 ) -> tuple[tuple[str, str], list[Difference]]:
     """The two runs whose manifests differ at a change point, and their differences.
 
     Noise can move a change point by a run or two, away from its cause. So without a difference there, runs up to _NEAR
-    before and after it are compared.
+    before and after it are compared. `runs`: those of the series, without outliers, which may have another cause.
     """
+    last, first = (next(index for index, run in enumerate(runs) if run.id == name) for name in (before, after))
     results = []
     for reach in range(_NEAR + 1):
-        pair = [runs[max(0, before - reach)], runs[min(len(runs) - 1, after + reach)]]
+        pair = [runs[max(0, last - reach)], runs[min(len(runs) - 1, first + reach)]]
         common = [key for key in rows if all(_has_row(run, key) for run in pair)]
         results.append(((pair[0].id, pair[1].id), find_differences([collect_facts(run, common) for run in pair])))
         if any(difference.key not in SHOWN_ONLY for difference in results[-1][1]):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from harness.base import units
-from harness.base.reason import sentence
+from harness.base.reason import evidence, sentence
 from harness.numbers.comparison import ANSWER_MARGIN, SameAnswers
 from harness.numbers.summary import Row, Summary
 from harness.report.charts import Chart, Figure, colour, escape_markup
@@ -27,21 +27,31 @@ def _points(share: float) -> str:
 
 
 def points_text(answers: SameAnswers) -> str:
-    """The difference in right answers, with its 95 % interval."""
+    """The difference in right answers, with its 95 % interval; nothing where no question was compared."""
+    if not answers.questions:
+        return units.NOTHING
     return f"{_points(answers.difference)} points ({_points(answers.low)} to {_points(answers.high)})"
 
 
 def answers_sentence(answers: SameAnswers) -> str:
-    """The word with the rule, or with why it is not known; the flips above the noise; the right answers of both."""
+    """The word with the rule, or with why it is not known; the flips above the noise; the right answers of both.
+
+    Without a valid cell of both sides there are no numbers; cells that are left out are named.
+    """
+    if not answers.questions and answers.reason is not None:
+        return f"Answers of {answers.side} and {answers.baseline}: {answers_word(answers).upper()}: " + (
+            f"{sentence(answers.reason)}."
+        )
     flips = f"{_percent(answers.differ)} of the answers differ, and the noise is not known (ask each question twice)"
     if answers.flips is not None and answers.flips_low is not None and answers.flips_high is not None:
         flips = f"{_percent(answers.flips)} of the answers change beyond normal variation "
         flips += f"({_percent(answers.flips_low)} to {_percent(answers.flips_high)})"
     own, base = map(_percent, answers.right)
+    left_out = f"; left out, because not valid: {evidence(answers.left_out)}" if answers.left_out else ""
     why = RULE if answers.reason is None else sentence(answers.reason)
     return (
         f"Answers of {answers.side} to {answers.questions:,} questions: {answers_word(answers).upper()} ({why}): "
-        f"{flips}, and {own} are right against {base} of {answers.baseline}, {points_text(answers)}."
+        f"{flips}, and {own} are right against {base} of {answers.baseline}, {points_text(answers)}{left_out}."
     )
 
 
@@ -78,6 +88,9 @@ def answers_charts(summary: Summary) -> list[Chart]:
 
 
 def _answers_cells(answers: SameAnswers) -> tuple[str, ...]:
+    if not answers.questions:
+        nothing = [units.NOTHING] * (len(_ANSWERS) - 4)
+        return answers.side, answers.baseline, "0", *nothing, answers_word(answers)
     return (
         answers.side,
         answers.baseline,
@@ -97,7 +110,7 @@ def _answers_chart(comparisons: Sequence[SameAnswers]) -> Chart:
     """The share of answers that differ: within each side, between them, and above the noise."""
     names = ["baseline, asked again", "side, asked again", "side and baseline", "above the noise"]
     data: list[Figure] = []
-    for place, answers in enumerate(comparisons):
+    for place, answers in enumerate(answers for answers in comparisons if answers.questions):
         values = [answers.noise[1], answers.noise[0], answers.differ, answers.flips]
         high, low = (
             [0.0, 0.0, 0.0, 0.0 if end is None or answers.flips is None else 100 * abs(end - answers.flips)]

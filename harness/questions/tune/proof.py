@@ -110,7 +110,7 @@ def _read_proof(run: str | None, question: TuneQuestion, trials: Sequence[Trial]
     if sides.pop(DEFAULT, None) != reference(trials):
         return None
     summarized = summarize_with_counts(runs / run, slo_checks(question))
-    return ProofRecords(replace(summarized.summary, same_answers=same_answers(summarized.data)), sides)
+    return ProofRecords(replace(summarized.summary, same_answers=same_answers(summarized)), sides)
 
 
 def _best_seen(trials: Sequence[Trial]) -> dict[str, Any] | None:

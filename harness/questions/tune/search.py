@@ -343,7 +343,7 @@ class TuneSearch:
         advised = [settings for advice in self.advice.values() for _, settings in advice]
         # The server reports more than the scenario.
         self.search = search_of(self.running.file.manifest, self.question, self.trials, advised)
-        compared = same_answers(summarized.data)
+        compared = same_answers(summarized)
         worse = [answers for answers in compared if answers.side == trial.server and answers.word == "worse"]
         if worse and self.question.same_answers:
             changing = [setting.name for setting in self.search.settings if setting.answers]

@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from harness.base.reason import Reason
 from harness.numbers.summary import Summary
 from harness.questions.crossover.chart import crossover_charts
 from harness.questions.joint import analyse
 from harness.questions.report.headline import run_answer
+from harness.questions.switching import MIN_REQUESTS, ModelRequest, _answer
 from harness.records.manifest import read_run
 from harness.records.records import Request
 from harness.scenario import model_at
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import Cell
 from tests.support.made_runs import request, write_made_run
-from tests.support.nightly import NIGHTLY
+from tests.support.nightly import NIGHTLY, draws, scatter
 from tests.support.wording import Wording
 
 SWITCH_S, TTFT_S = 0.8, 0.1
@@ -158,6 +160,66 @@ def test_models_of_a_mix_are_in_the_order_of_sending(tmp_path: Path) -> None:
     (answer,) = analyse(tmp_path / "run").summary.answers
     assert (answer.values["load"], answer.values["changes"], answer.values["waited"]) == ("both", 2, 2)
     assert answer.values["cost_s"] == pytest.approx(SWITCH_S)
+
+
+def answered(changed: Sequence[float], same: Sequence[float]) -> Reason:
+    """The answer of a single run with these times to the first token."""
+    requests = [ModelRequest("one", "second", True, ttft_s) for ttft_s in changed]
+    requests += [ModelRequest("one", "first", False, ttft_s) for ttft_s in same]
+    answer = _answer("one", requests, {})
+    assert answer is not None
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("changed", "same", "spread_s"),
+    [(20, 5, 0.01), (5, 20, 0.01), (20, 5, 0.1), (MIN_REQUESTS, MIN_REQUESTS, 0.03)],
+)
+def test_the_interval_of_one_run_covers_the_switch(changed: int, same: int, spread_s: float) -> None:
+    """Both means are uncertain. `spread_s`: of the times without a change; after one it is 0.01 s."""
+    dice, trials, covered = random.Random(4), draws(2000), 0
+    for _ in range(trials):
+        after = [0.5 + dice.gauss(0, 0.01) for _ in range(changed)]
+        values = answered(after, [0.2 + dice.gauss(0, spread_s) for _ in range(same)]).values
+        covered += values["low_s"] <= 0.3 <= values["high_s"]
+    assert covered >= (0.94 - scatter(0.94, trials)) * trials
+
+
+def test_a_prompt_that_is_sometimes_cached_does_not_make_the_interval_too_narrow() -> None:
+    """Without a change the first token comes after 0.1 s or 0.3 s: two such requests are often alike."""
+    dice, trials, covered, known = random.Random(4), draws(2000), 0, 0
+    for _ in range(trials):
+        same = [dice.choice([0.1, 0.3]) + dice.gauss(0, 0.002) for _ in range(dice.randrange(1, 12))]
+        values = answered([0.5 + dice.gauss(0, 0.01) for _ in range(20)], same).values
+        if values["low_s"] is not None:
+            known += 1
+            covered += values["low_s"] <= 0.3 <= values["high_s"]
+    assert known and covered >= (0.93 - scatter(0.93, known)) * known
+
+
+@pytest.mark.parametrize(("changed", "same"), [(20, 1), (1, 20), (4, 2)])
+def test_a_cost_without_an_interval_says_what_is_missing(changed: int, same: int, wording: Wording) -> None:
+    answer = answered([0.5] * changed, [0.1] * same)
+    assert (answer.values["cost_s"], answer.values["low_s"]) == (pytest.approx(0.4), None)
+    assert answer.values["provisional"]
+    wording(answer.text)
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 5])
+def test_the_interval_of_a_few_repeats_covers_the_switch(repeats: int) -> None:
+    dice, trials, covered = random.Random(4), draws(2000), 0
+    for _ in range(trials):
+        requests = []
+        for run in range(repeats):
+            cost_s = 0.3 * math.exp(dice.gauss(0, 0.02))
+            for number in range(6):
+                is_changed = number % 2 == 0
+                ttft_s = 0.2 + is_changed * cost_s + dice.gauss(0, 0.01)
+                requests.append(ModelRequest(str(run), "ab"[is_changed], is_changed, ttft_s))
+        answer = _answer("one", requests, {})
+        assert answer is not None and not answer.values["provisional"]
+        covered += answer.values["low_s"] <= 0.3 <= answer.values["high_s"]
+    assert covered >= (0.94 - scatter(0.94, trials)) * trials
 
 
 def test_the_interval_covers_the_switch(tmp_path: Path) -> None:

@@ -300,6 +300,43 @@ def test_a_difference_near_a_change_point_is_found(tmp_path: Path) -> None:
     assert [one.key for one in change.differences] == ["servers.a.image_digest"]
 
 
+OTHER = scenario(servers={"b": Server(template="vllm-cpu")}, repeats=1)
+
+
+def test_the_run_before_a_shift_is_one_of_its_row(tmp_path: Path) -> None:
+    """The newest two runs with the row show the shift; a run without the row is between them."""
+    for number in range(13):
+        new = number >= 10
+        history_run(
+            tmp_path / "runs", number, 11.0 if new else 10.0, digest="sha256:2222" if new else "sha256:1111",
+            made_of=OTHER if number == 11 else ONE,
+        )  # fmt: skip
+    found = history_of(tmp_path, 12)
+    (series,) = found.series
+    assert (series.word, series.window, series.left_out) == ("slower", 2, {"no_row": ["run-11"]})
+    assert found.sides == ["run-09", "run-12"]
+    assert [one.key for one in found.differences] == ["servers.a.image_digest"]
+
+
+def test_an_outlier_is_not_the_run_before_a_shift() -> None:
+    """Of the newest three runs one is an outlier: the shift started before it."""
+    point = Point(run="", started_wall_s=0.0, value=1.0)
+    states = ["level"] * 8 + ["undecided", "outlier", "undecided"]
+    points = [replace(point, run=f"run-{number}", state=state) for number, state in enumerate(states)]
+    series = Series(server="a", load="x", metric="wall", points=points, levels=[], left_out={}, window=2)
+    assert series.before_window == "run-7"
+
+
+def test_an_outlier_with_another_image_is_not_the_cause_of_a_change_point(tmp_path: Path) -> None:
+    for number in range(16):
+        wall_s = 20.0 if number == 10 else 11.0 if number >= 8 else 10.0
+        history_run(tmp_path / "runs", number, wall_s, digest="sha256:2222" if number == 10 else "sha256:1111")
+    found = history_of(tmp_path, 15)
+    (change,) = found.change_points
+    assert (change.before, change.after, change.sides) == ("run-07", "run-08", ("run-07", "run-08"))
+    assert change.differences == []
+
+
 def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
     runs, results = tmp_path / "runs", tmp_path / "results"
     for number in range(3):

@@ -23,15 +23,18 @@ from harness.numbers.known_answers import (
 from harness.questions.compare.page import comparison_page, comparison_xml
 from harness.questions.compare.sides import compare_runs
 from harness.questions.joint import analyse
+from harness.questions.report import junit_cases
 from harness.questions.report.page import run_page
+from harness.questions.same_answers.page import answers_charts, answers_sentence
 from harness.records.manifest import read_run
 from harness.records.records import Request
 from harness.report.markdown import render
 from harness.scenario import Load, Server
 from harness.scenario.behaviour import Structured, check_answer, read_answer
-from harness.scenario.plan import Cell
+from harness.scenario.plan import Cell, plan
 from tests.support.made_runs import request, scenario, write_made_run
 from tests.support.nightly import draws, room
+from tests.support.wording import Wording
 
 Side = dict[int, list[KnownAnswer]]
 
@@ -299,6 +302,55 @@ def test_a_run_and_a_comparison_notice_wrong_answers(tmp_path: Path) -> None:
     seen = {one.side: (one.word, one.difference) for one in comparison.same_answers}
     assert seen == {"a (two)": ("same", 0.0), "b (two)": ("same", 0.08)}
     assert "b (two)" in render(comparison_page(comparison))
+
+
+def failing(cells: tuple[str, ...]) -> Callable[[Cell, int, float], list[Request]]:
+    """Requests of which 60 % fail in some cells; the others have right answers."""
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        made = asked({"a": 50, "b": 50})(cell, process, start_s)
+        fails = [cell.id in cells and number % 5 < 3 for number in range(len(made))]
+        return [
+            replace(one, error="http", message="HTTP 500", answer_right=None, answer_digest=None) if fail else one
+            for one, fail in zip(made, fails, strict=True)
+        ]
+
+    return requests
+
+
+def test_answers_of_cells_that_are_not_valid_do_not_count(tmp_path: Path, wording: Wording) -> None:
+    names = [cell.id for cell in plan(KNOWN) if cell.server == "b"]
+    run = write_made_run(tmp_path / "one", made_of=KNOWN, requests=failing(tuple(names)))
+    summary = analyse(tmp_path / "one").summary
+    (verdict,) = summary.same_answers
+    assert (verdict.word, verdict.questions, verdict.reason and verdict.reason.code) == (
+        "inconclusive", 0, "answers_not_valid",
+    )  # fmt: skip
+    assert [(reason.code, reason.cell) for reason in verdict.left_out] == [("error_rate", names[0])]
+    assert ": same" not in render(run_page(summary, run)) and "skipped" in junit_cases.render(summary, run)
+    wording(answers_sentence(verdict))
+    (chart,) = answers_charts(summary)
+    assert chart.figure["data"] == [] and len(chart.body[0]) == len(chart.head)
+
+
+def test_a_verdict_on_the_valid_cells_names_those_left_out(tmp_path: Path, wording: Wording) -> None:
+    twice = replace(KNOWN, repeats=2)
+    names = [cell.id for cell in plan(twice) if cell.server == "b"]
+    write_made_run(tmp_path / "one", made_of=twice, requests=failing((names[1],)))
+    (verdict,) = analyse(tmp_path / "one").summary.same_answers
+    assert (verdict.word, verdict.questions, verdict.right) == ("same", 1000, (0.95, 0.95))
+    assert [reason.cell for reason in verdict.left_out] == [names[1]]
+    wording(answers_sentence(verdict))
+
+
+def test_the_verdicts_of_a_comparison_are_in_the_order_of_the_scenario(tmp_path: Path) -> None:
+    servers = {name: Server(template="vllm-cpu") for name in ("gamma", "b", "zeta", "a", "delta")}
+    many = replace(KNOWN, servers=servers)
+    for name, commit in (("one", "abc"), ("two", "abd")):
+        right = asked(dict.fromkeys(servers, 50))
+        write_made_run(tmp_path / name, made_of=many, requests=right, git_commit=commit)
+    found = compare_runs([[tmp_path / "one"], [tmp_path / "two"]]).same_answers
+    assert [one.side for one in found] == [f"{name} (two)" for name in servers]
 
 
 def test_the_answer_of_one_server_says_that_its_answers_were_cut(tmp_path: Path) -> None:
