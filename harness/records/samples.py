@@ -267,8 +267,8 @@ class Scraper:
             due = max(due + self._interval_s, time.monotonic())  # no second request at once to a slow server
 
 
-def read_metrics(path: Path) -> dict[str, list[MetricsSample]]:
-    return group_by_cell(read_lines(path, MetricsSample))
+def read_metrics(path: Path, damaged: list[int] | None = None) -> dict[str, list[MetricsSample]]:
+    return group_by_cell(read_lines(path, MetricsSample, damaged))
 
 
 def server_load(
@@ -448,8 +448,8 @@ def group_by_cell(samples: Iterable[OfCell]) -> dict[str, list[OfCell]]:
     return cells
 
 
-def read_telemetry(path: Path) -> dict[str, list[TelemetrySample]]:
-    return group_by_cell(read_lines(path, TelemetrySample))
+def read_telemetry(path: Path, damaged: list[int] | None = None) -> dict[str, list[TelemetrySample]]:
+    return group_by_cell(read_lines(path, TelemetrySample, damaged))
 
 
 def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens: float | None) -> MachineLoad | None:
