@@ -74,6 +74,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
     """The summary of a run that was read."""
     folder, run, planned_cells = data.folder, data.run, data.planned
     check_texts = list(dict.fromkeys([*run.scenario.checks, *extra_checks]))
+    damaged = {file for file, lines in data.damaged_samples.items() if lines}
     slos = slo_sets(check_texts)
     summaries = _with_client_errors(run, _summarize_cells(data, slos), check_texts)
     run_reasons, not_run = validity.run_reasons(run, data.damaged, data.unknown_cells), validity.missing_cells(run)
@@ -110,7 +111,8 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
             *origin_notes(run.origin),
             *warnings.session_notes(run),
             *comparable.start_notes(run),
-            *warnings.telemetry_notes(run, measured, data.telemetry.keys()),
+            *warnings.damaged_sample_notes(data.damaged_samples),
+            *warnings.telemetry_notes(run, measured, data.telemetry.keys(), is_damaged="telemetry.jsonl" in damaged),
             *warnings.kernel_notes(data),
             *warnings.host_cpu_notes(
                 measured,
@@ -119,7 +121,7 @@ def summarize_data(data: RunData, extra_checks: Sequence[str] = ()) -> Summarize
             ),
             *(note for cell in measured for note in cell.notes),
             *warnings.answer_notes(rows),
-            *warnings.token_counter_notes(measured),
+            *warnings.token_counter_notes(measured, is_damaged="metrics.jsonl" in damaged),
             *warnings.budget_notes(run),
         ],
         failures=_explain_failures(rows, data),

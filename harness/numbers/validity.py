@@ -44,7 +44,10 @@ MAX_NAMES = 10  # different finish reasons or models that are counted by name
 NOTED_HANG_S = 5.0  # where the metrics are silent, too
 
 DEATHS = ("server_died", "server_exit", "server_unreachable", "out_of_memory")  # codes of reasons: the server is gone
-RESTARTS = ("server_restarted", "counters_restarted", "backend_lost", "backend_reset", "backend_restarted")
+RESTARTS = (
+    "server_restarted", "counters_restarted", "counters_decreased", "backend_lost", "backend_reset",
+    "backend_restarted",
+)  # fmt: skip
 BROKEN = ("connect", "disconnect", "truncated")  # the first errors of a client when the server is gone
 
 
@@ -185,6 +188,9 @@ def _server_reasons(evidence: Evidence) -> Iterator[Reason]:
         yield because("server_restarted", text, times=served.restarts)
     elif evidence.server_load.restarted:
         yield because("counters_restarted", "the server was restarted: its counters restarted at 0")
+    elif evidence.server_load.decreased:
+        text = "the server's counters went back: a restart, or several servers behind this address"
+        yield because("counters_decreased", text)
     for gpu in ran.gpu_memory_before:
         if gpu.used_bytes > MAX_FOREIGN_MEMORY * gpu.total_bytes:
             text = f"{gpu.used_bytes / GIB:.1f} of {gib(gpu.total_bytes)} of the memory of {gpu.render_node} were in "
@@ -519,7 +525,8 @@ def _count_reasons(evidence: Evidence) -> Iterator[Reason]:
     # A cell that was cut already has a reason for its missing tokens.
     # While a probe of a capacity search runs, the server may still work on requests of the last one.
     is_shared = evidence.shared_server or evidence.stopped_after_s is not None
-    if ran is None or ran.problems or is_shared or served is None or evidence.server_load.restarted:
+    is_set_back = evidence.server_load.restarted or evidence.server_load.decreased
+    if ran is None or ran.problems or is_shared or served is None or is_set_back:
         return
     low, _ = generated_tokens(evidence.data.rows)  # more than ours are those of another client
     if low - served > MAX_TOKEN_DIFFERENCE * low:

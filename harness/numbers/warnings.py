@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from harness.base.process import is_loopback
 from harness.base.reason import Reason, because, sentence
-from harness.base.units import count, date_time, duration, figures, milliseconds, percent
+from harness.base.units import count, date_time, duration, figures, milliseconds, percent, verb
 from harness.failures.diagnosis import scan_text
 from harness.numbers import formulas
 from harness.numbers.load_generator import Limited, read_clock_answers
@@ -43,6 +43,10 @@ _NO_CHANNEL = ("finish_reason", "usage")  # fields of another type that have no 
 # Failures of processes, which may be others, and throttling, which is checked by itself.
 _OTHERS = ("kernel.segfault", "host.oom_kill", "kernel.page_fault", "kernel.throttled")
 HOST_CPU_FULL = 0.95  # of all cores, on average
+_SAMPLED = {  # by file: what its samples show
+    "metrics.jsonl": "the server's own numbers (its token counter, its queue, where the time goes)",
+    "telemetry.jsonl": "GPU, memory, heat, energy and the kernel log",
+}
 
 
 def _context_note(served: ServedBy, tokens: RequestTokens | None) -> Iterator[Reason]:
@@ -317,10 +321,21 @@ def number_sessions(run: Run) -> dict[str, int]:
     return sessions
 
 
-def telemetry_notes(run: Run, cells: Sequence[CellSummary], sampled: Collection[str]) -> Iterator[Reason]:
+def damaged_sample_notes(damaged: Mapping[str, Sequence[int]]) -> Iterator[Reason]:
+    """A note on each file of samples with damaged lines, by the numbers of these lines, and what is unknown for it."""
+    for file, lines in damaged.items():
+        if lines:
+            text = f"{file}: {count(len(lines), 'line')} cannot be read (first: {', '.join(map(str, lines[:5]))}), so "
+            text += f"{_SAMPLED[file]} may be missing or incomplete"
+            yield because("unreadable_samples", text, file=file, lines=list(lines[:5]), total=len(lines))
+
+
+def telemetry_notes(
+    run: Run, cells: Sequence[CellSummary], sampled: Collection[str], *, is_damaged: bool = False
+) -> Iterator[Reason]:
     """A note on a server elsewhere whose machine was not sampled: no GPU, no energy, no kernel log.
 
-    `sampled`: the cells with samples of a machine.
+    `sampled`: the cells with samples of a machine. `is_damaged`: there are others that cannot be read.
     """
     measured = [cell for cell in cells if cell.id in run.ran and cell.failed is None]
     if run.remote is not None:
@@ -329,14 +344,15 @@ def telemetry_notes(run: Run, cells: Sequence[CellSummary], sampled: Collection[
         notes = [note for url in urls if (note := other_machine_note(url, run.machine.name, run.remote)) is not None]
         yield from notes[:1]
         lost = sum(cell.machine_load is None for cell in measured)
-        if lost:
+        if lost and not is_damaged:
             cells_text = f"{lost:,} of {count(len(measured), 'cell')}"
-            text = f"no telemetry came from the server's machine {run.remote.machine.name} in the measured time of "
+            text = f"no {'valid ' if run.remote.rejected else ''}telemetry came from the server's machine "
+            text += f"{run.remote.machine.name} in the measured time of "
             text += f"{cells_text}: heat and energy are not known there"
             yield because("telemetry_lost", text, machine=run.remote.machine.name, cells=lost, of=len(measured))
         return
     is_elsewhere = bool(measured) and all(run.ran[cell.id].served_by.template is None for cell in measured)
-    if run.origin is None and is_elsewhere and not any(cell.id in sampled for cell in measured):
+    if run.origin is None and is_elsewhere and not is_damaged and not any(cell.id in sampled for cell in measured):
         text = "the server is on another machine: its GPU, its memory and its kernel log were not sampled, so heat, "
         text += "energy and the share of the hardware are not known. `--telemetry ssh://HOST` samples them there"
         yield because("telemetry_elsewhere", text)
@@ -369,6 +385,12 @@ def _remote_machine_notes(remote: RemoteMachine) -> Iterator[Reason]:
             "telemetry_connection_lost", text, host=first.host, after_s=first.after_s, reason=first.reason, times=times,
             lost_s=gone_s if is_back else None,
         )  # fmt: skip
+    if remote.rejected:
+        text = f"{count(remote.rejected, 'line')} came from the machine {remote.machine.name} that "
+        text += f"{verb(remote.rejected, 'is', 'are')} no valid telemetry; the first: '{remote.first_rejected}'"
+        yield because(
+            "telemetry_rejected", text, machine=remote.machine.name, lines=remote.rejected, first=remote.first_rejected
+        )
     if remote.dropped:
         text = f"the machine {remote.machine.name} sent facts or samples that cannot be, which count as not known: "
         text += f"{', '.join(remote.dropped)}"
@@ -423,15 +445,22 @@ def answer_notes(rows: Iterable[Row]) -> Iterator[Reason]:
             yield replace(doubt, text=f"{row.name}: {doubt.text}")
 
 
-def token_counter_notes(cells: Sequence[CellSummary]) -> Iterator[Reason]:
-    """Notes on cells whose tokens were not checked against the server's counter."""
+def token_counter_notes(cells: Sequence[CellSummary], *, is_damaged: bool = False) -> Iterator[Reason]:
+    """Notes on cells whose tokens were not checked against the server's counter.
+
+    `is_damaged`: there are samples of it that cannot be read.
+    """
     stages = sum(cell.stage is not None for cell in cells)
     unchecked = sum(cell.stage is None and cell.server_load.generated_tokens is None for cell in cells)
     if stages:
         text = f"the server's token counter does not distinguish stages: the client's count of {stages} of "
         text += f"{count(len(cells), 'cell')} was not checked against it"
         yield because("counter_of_stages", text, cells=stages, of=len(cells))
-    if unchecked:
+    if unchecked and is_damaged:
+        text = f"the client's count of tokens could not be checked against the server's counter for {unchecked} of "
+        text += f"{count(len(cells), 'cell')}: samples of it are damaged"
+        yield because("token_counter_damaged", text, cells=unchecked, of=len(cells))
+    elif unchecked:
         text = f"the server gave no token counter of its own for {unchecked} of {count(len(cells), 'cell')}: the "
         text += "client's count could not be checked against it"
         yield because("no_token_counter", text, cells=unchecked, of=len(cells))

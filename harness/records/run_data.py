@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from harness.base.files import open_file
 from harness.records.clock import Clock
 from harness.records.columns import (
     CellRecords,
@@ -112,8 +113,9 @@ class RunData(Struct, frozen=True, kw_only=True):
     marks: dict[str, list[ProcessMark]]  # by cell, as of the following
     metrics: dict[str, list[MetricsSample]]
     telemetry: dict[str, list[TelemetrySample]]
-    damaged: dict[str, list[int]]  # numbers of unreadable lines, by file
+    damaged: dict[str, list[int]]  # numbers of unreadable lines, by file; without those of samples
     unknown_cells: dict[str, int]  # records by cells that the run does not have
+    damaged_samples: dict[str, list[int]] = {}  # as `damaged`, of metrics.jsonl and telemetry.jsonl
 
 
 def load(folder: Path, *, charted: bool = False) -> RunData:
@@ -132,6 +134,9 @@ def load(folder: Path, *, charted: bool = False) -> RunData:
     damaged["requests.jsonl"] = records.damaged
     planned = recorded_cells(run)
     cells = cells_of(records, contexts, path)
+    damaged_samples: dict[str, list[int]] = {"metrics.jsonl": [], "telemetry.jsonl": []}
+    metrics = read_metrics(folder / "metrics.jsonl", damaged_samples["metrics.jsonl"])
+    telemetry = read_telemetry(folder / "telemetry.jsonl", damaged_samples["telemetry.jsonl"])
     return RunData(
         folder=folder,
         run=run,
@@ -142,11 +147,24 @@ def load(folder: Path, *, charted: bool = False) -> RunData:
             if name in run.ran or name in cells
         },
         marks=marks,
-        metrics=_with_mixes(planned, read_metrics(folder / "metrics.jsonl")),
-        telemetry=_with_mixes(planned, read_telemetry(folder / "telemetry.jsonl")),
+        metrics=_with_mixes(planned, metrics),
+        telemetry=_with_mixes(planned, telemetry),
         damaged=damaged,
         unknown_cells=records.unknown,
+        damaged_samples={name: _without_torn(run, folder / name, lines) for name, lines in damaged_samples.items()},
     )
+
+
+def _without_torn(run: Run, path: Path, damaged: list[int]) -> list[int]:
+    """Return the numbers of unreadable lines without a last one that has no end: a kill, or a sample on its way.
+
+    Of a run that ended by itself it is damage as well.
+    """
+    if not damaged or run.status in ("valid", "invalid"):
+        return damaged
+    with open_file(path) as file:
+        lines = [line.endswith(b"\n") for line in file]
+    return [number for number in damaged if lines[number - 1]]
 
 
 def _with_mixes(cells: Mapping[str, Cell], samples: dict[str, list[T]]) -> dict[str, list[T]]:

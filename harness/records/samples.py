@@ -38,7 +38,8 @@ class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kv_usage_max: float | None = None  # 0 to 1
     preemptions: float | None = None
     generated_tokens: float | None = None  # by the server's counter, warm-up included
-    restarted: bool = False  # a counter decreased, or the process has another start time
+    restarted: bool = False  # a counter started again near 0, or the process has a later start time
+    decreased: bool = False  # a counter decreased, and nothing shows that the server restarted
     prefix_hit_ratio: float | None = None
     drafts: float | None = None  # steps of a request for which speculation proposed tokens; warm-up included
     drafted_tokens: float | None = None
@@ -129,6 +130,7 @@ _NOT_SUMMED = ("kv_usage", "started_s")  # of several engines (data parallel) th
 MAX_IDLE_WAIT_S, IDLE_POLL_S = 10.0, 0.25  # for a server to be idle after a load
 _MAX_VALUE = 2.0**53  # a larger float cannot count
 _SAME_START_S = 0.5  # a restart takes longer
+_NEAR_ZERO = 0.1  # of a counter before: what a server counts between its restart and the next sample
 
 
 class MetricsSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -265,8 +267,8 @@ class Scraper:
             due = max(due + self._interval_s, time.monotonic())  # no second request at once to a slow server
 
 
-def read_metrics(path: Path) -> dict[str, list[MetricsSample]]:
-    return group_by_cell(read_lines(path, MetricsSample))
+def read_metrics(path: Path, damaged: list[int] | None = None) -> dict[str, list[MetricsSample]]:
+    return group_by_cell(read_lines(path, MetricsSample, damaged))
 
 
 def server_load(
@@ -282,7 +284,8 @@ def server_load(
     differences between the last sample before `measured_wall_s` and the first one after it. Means are over the samples
     in `measured_wall_s`, or over all of them if it is None.
     """
-    restarted = _has_restarted(samples)
+    restarted, decreased = _setbacks(samples)
+    is_set_back = restarted or decreased
     covered = (
         len(samples) >= 2
         and bool(samples[0].values)
@@ -290,12 +293,12 @@ def server_load(
         and (ended_wall_s is None or samples[-1].wall_s >= ended_wall_s)
     )
     deltas: dict[str, float] = {}
-    if covered and not restarted:
+    if covered and not is_set_back:
         first, last = samples[0].values, samples[-1].values
         # A counter with labels appears with its first event, so a missing one counts as 0.
         deltas = {key: last[key] - first.get(key, 0.0) for key in COUNTERS if key in last}
     queries = deltas.get("prefix_queries")
-    stages = {} if restarted else _stage_growth(samples, measured_wall_s)
+    stages = {} if is_set_back else _stage_growth(samples, measured_wall_s)
     inside = [s for s in samples if measured_wall_s is None or measured_wall_s[0] <= s.wall_s <= measured_wall_s[1]]
     running = _values(inside, "running")
     return ServerLoad(
@@ -306,6 +309,7 @@ def server_load(
         preemptions=deltas.get("preemptions"),
         generated_tokens=deltas.get("generated_tokens"),
         restarted=restarted,
+        decreased=decreased,
         prefix_hit_ratio=deltas["prefix_hits"] / queries if queries and "prefix_hits" in deltas else None,
         drafts=deltas.get("drafts"),
         drafted_tokens=deltas.get("drafted_tokens"),
@@ -330,15 +334,23 @@ def _values(samples: Iterable[MetricsSample], key: str) -> list[float]:
     return [sample.values[key] for sample in samples if key in sample.values]
 
 
-def _has_restarted(samples: Sequence[MetricsSample]) -> bool:
+def _setbacks(samples: Sequence[MetricsSample]) -> tuple[bool, bool]:
+    """Return whether the server restarted, and whether its counters went back without showing that.
+
+    A restart has a later start time, or, without start times, counters that are near 0 again. An earlier start time is
+    that of another server behind the same address.
+    """
+    is_restart = is_other = False
     for before, after in itertools.pairwise(samples):
-        for key in COUNTERS:
-            if key in before.values and key in after.values and after.values[key] < before.values[key]:
-                return True
         start, later_start = before.values.get("started_s"), after.values.get("started_s")
         if start is not None and later_start is not None and abs(later_start - start) > _SAME_START_S:
-            return True
-    return False
+            is_restart, is_other = is_restart or later_start > start, is_other or later_start < start
+            continue
+        for key in COUNTERS:
+            if key in before.values and key in after.values and after.values[key] < before.values[key]:
+                is_near_zero = start is None and after.values[key] <= _NEAR_ZERO * before.values[key]
+                is_restart, is_other = is_restart or is_near_zero, is_other or not is_near_zero
+    return is_restart and not is_other, is_other
 
 
 MIN_SAMPLES = 5  # in the window, for an integral
@@ -436,8 +448,8 @@ def group_by_cell(samples: Iterable[OfCell]) -> dict[str, list[OfCell]]:
     return cells
 
 
-def read_telemetry(path: Path) -> dict[str, list[TelemetrySample]]:
-    return group_by_cell(read_lines(path, TelemetrySample))
+def read_telemetry(path: Path, damaged: list[int] | None = None) -> dict[str, list[TelemetrySample]]:
+    return group_by_cell(read_lines(path, TelemetrySample, damaged))
 
 
 def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens: float | None) -> MachineLoad | None:

@@ -68,7 +68,10 @@ def death_answer(summary: Summary, run: Run) -> str:
     log = f"Its log: logs/{cell.id}.server.log in the folder of the run (`harness explain LOG` reads it)."
     if ran is not None and ran.served_by.template is None:
         log = "Read its own log (`harness explain LOG`)."
-    return f"{what}{name} {ended} {when}{': ' * bool(facts)}{', '.join(facts)}. {whose} cannot be used. {log}"
+    happened = f"{what}{name} {ended} {when}{': ' * bool(facts)}{', '.join(facts)}"
+    if all(reason.code == "counters_decreased" for reason in reasons):  # no request shows when, and nothing shows why
+        happened = f"The counters of the server{name} went back: a restart, or several servers behind this address"
+    return f"{happened}. {whose} cannot be used. {log}"
 
 
 def _sent_before(cell: CellSummary, summary: Summary, run: Run) -> int:

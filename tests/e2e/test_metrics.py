@@ -171,7 +171,19 @@ def test_a_counter_that_appears_with_its_first_event_started_at_zero() -> None:
 
 
 def test_a_restart_is_noticed() -> None:
-    backwards = [sample(1.0, generated_tokens=50), sample(2.0, generated_tokens=10)]
-    assert server_load(backwards) == ServerLoad(restarted=True)
+    from_zero = [sample(1.0, generated_tokens=500), sample(2.0, generated_tokens=10)]
+    assert server_load(from_zero) == ServerLoad(restarted=True)
     assert server_load([sample(1.0, started_s=1e9), sample(2.0, started_s=1e9 + 30)]).restarted
     assert not server_load([sample(1.0, started_s=1e9), sample(2.0)]).restarted
+
+
+def test_counters_that_go_back_without_a_restart_that_shows() -> None:
+    slowly = [sample(float(at), generated_tokens=50_000 - 100 * at) for at in range(1, 5)]
+    assert server_load(slowly) == ServerLoad(decreased=True)
+    one, other = {"generated_tokens": 10, "started_s": 2e9}, {"generated_tokens": 900, "started_s": 1e9}
+    behind_one_address = [sample(1.0, **other), sample(2.0, **one), sample(3.0, **other)]
+    assert server_load(behind_one_address) == ServerLoad(decreased=True)
+    same_process = [sample(1.0, **other), sample(2.0, **other | {"generated_tokens": 5})]
+    assert server_load(same_process) == ServerLoad(decreased=True)
+    restarted = [sample(1.0, **other), sample(2.0, **one | {"generated_tokens": 800})]  # it counted on at once
+    assert server_load(restarted) == ServerLoad(restarted=True)

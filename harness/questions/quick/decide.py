@@ -28,7 +28,7 @@ from harness.scenario.plan import load_of_stage
 MIN_CACHED = 0.9  # share of a context; with less of it in the cache, the server computed it again
 NOTES = (
     "text_unread", "first_token_blank", "reasoning_hidden", "prefill_above_hardware", "telemetry_lost",
-    "telemetry_connection_lost", "telemetry_other_machine",
+    "telemetry_connection_lost", "telemetry_other_machine", "unreadable_samples",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Summaries of run directories whose every record is chosen."""
 
 import math
+import random
 import statistics
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import pytest
 from harness.base.errors import HarnessError
 from harness.base.files import pretty_json
 from harness.base.measured import NO_SAMPLE, Distribution, Numbers
-from harness.base.reason import because, evidence, sentence, sentences
+from harness.base.reason import Reason, because, evidence, sentence, sentences
 from harness.numbers.latencies import distribution
 from harness.numbers.share_test import observed
 from harness.numbers.summarize import summarize, write_summary
 from harness.numbers.summary import Summary
-from harness.records.manifest import write_run
+from harness.records.manifest import Status, write_run
 from harness.records.records import Request, read_requests
+from harness.records.samples import HostSample, TelemetrySample
 from harness.report.verdict_text import verdict_sentence
 from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
@@ -294,6 +296,33 @@ def test_a_row_with_a_cell_that_has_not_run_has_no_verdict(tmp_path: Path, wordi
     with (folder / "requests.jsonl").open("ab") as file:
         file.write(b"{}\n")
     assert summarize(folder).comparison is None  # what no cell has takes all verdicts
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "telemetry.jsonl"])
+def test_damaged_samples_are_named(tmp_path: Path, name: str, wording: Wording) -> None:
+    run, path = write_made_run(tmp_path / "run"), tmp_path / "run" / name
+    sample = msgspec.json.encode(TelemetrySample(wall_s=1.0, cell="r1-a-x", host=HostSample(cpu_busy=0.5))) + b"\n"
+    whole = path.read_bytes() if path.exists() else sample * 8
+
+    def notes(content: bytes, status: Status) -> list[Reason]:
+        path.write_bytes(content)
+        write_run(tmp_path / "run", msgspec.structs.replace(run, status=status))
+        found = summarize(tmp_path / "run").notes
+        is_damage = any(note.code == "unreadable_samples" for note in found)
+        assert not is_damage or not any(note.code in ("no_token_counter", "telemetry_elsewhere") for note in found)
+        return [note for note in found if note.code in ("unreadable_samples", "token_counter_damaged")]
+
+    assert notes(whole, "valid") == []
+    # The last line of a run that was killed, or that goes on, may have no end: a false alarm would name each of them.
+    statuses: list[Status] = ["running", "interrupted", "failed", "live"]
+    assert not [status for status in statuses if notes(whole[:-9], status)]
+    cut, *_ = notes(whole[:-9], "valid")
+    assert (cut.code, cut.values["file"], cut.values["total"]) == ("unreadable_samples", name, 1)
+    middle, *_ = notes(b"\0\0\n" + whole[:-9], "interrupted")
+    assert middle.values["lines"] == [1]
+    damaged = notes(random.Random(7).randbytes(3000), "valid")
+    for note in damaged:
+        wording(note)
 
 
 def test_a_run_without_a_record_is_a_summary_all_the_same(tmp_path: Path, wording: Wording) -> None:

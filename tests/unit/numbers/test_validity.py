@@ -148,6 +148,7 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         ({"cell": ran(restarts=2)}, [("server_restarted", {"times": 2})], []),
         ({"server": ServerLoad(restarted=True)}, [("counters_restarted", {})], []),
         ({"server": ServerLoad(generated_tokens=1.0, restarted=True)}, [("counters_restarted", {})], []),
+        ({"server": ServerLoad(generated_tokens=1.0, decreased=True)}, [("counters_decreased", {})], []),
         ({"cell": ran([because("generator_exit", "it", exit_code=3)])}, [("generator_exit", {"exit_code": 3})], []),
         *(
             ({"cell": ran(gpu_memory_before=[GpuMemory(render_node="d", used_bytes=used, total_bytes=100)])}, found, [])

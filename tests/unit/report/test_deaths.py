@@ -77,6 +77,14 @@ def test_the_headline_says_when_and_how_a_server_ended(tmp_path: Path, name: str
     assert run_answer(summary, replace(run, status="failed")).startswith(expected)
 
 
+def test_counters_that_went_back_are_no_fact_about_a_restart(tmp_path: Path, wording: Wording) -> None:
+    text = "the server's counters went back: a restart, or several servers behind this address"
+    summary, run = dead_run(tmp_path / "run", {}, [because("counters_decreased", text)])
+    answer = run_answer(summary, run)
+    assert "restarted" not in answer and "after" not in answer
+    wording(answer)
+
+
 def test_a_soak_whose_server_died_says_so_first(tmp_path: Path, wording: Wording) -> None:
     served, problems, _ = ENDS["out of memory"]
     summary, run = dead_run(tmp_path / "run", served, problems, soak=True, duration_s=60)
