@@ -15,6 +15,7 @@ from harness.numbers.summary import CellSummary, Row, Summary
 from harness.records.manifest import Run
 from harness.report.elements import LIMITED
 from harness.report.manifest_facts import UNKNOWN, describe_machine, machine_facts, server_facts
+from harness.report.sentences import largest_error, late_numbers_text
 from harness.report.words import one_line
 
 MAX_LINES = 25
@@ -44,8 +45,9 @@ def render_card(run: Run, summary: Summary, command: str, answers: Sequence[str]
     ]
     word = {True: "VALID", False: "INVALID", None: "UNCHECKED"}[summary.valid]
     simulated = "; SIMULATED: these numbers come from a model, not from hardware" if run.simulated else ""
-    limited = any(LIMITED in line for line in lines)
-    lines += [f"- {LIMITED} the load generator was the limit of this number, not the server"] if limited else []
+    if any(LIMITED in line for line in lines):
+        error = max(largest_error(row) for row in summary.rows if row.client_limited)
+        lines.append(f"- the load generator was late: {late_numbers_text(error, LIMITED)}")
     lines.append(f"- {word}{simulated}; measured {format_date(run.started_wall_s)}, run {code(run.id)}")
     source = None if run.origin is None else f"imported from {code(run.origin.tool)}"
     lines.append(f"- {source or f'repeat it: {code(command)}'}")

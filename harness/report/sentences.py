@@ -173,17 +173,19 @@ def notes_sentence(summary: Summary, number: int, sign: str) -> str:
     if limited and not sign:
         return why if summary.valid is False else f"{why}; no number shown is affected"
     if limited:
-        error = max(map(_largest_error, limited))
-        most = f"{units.figures(100 * error, 2)}\u00a0%"
-        if error < _SHOWN_ERROR:
-            return f"{why}: numbers with {sign} were read late"
-        return f"{why}: numbers with {sign} may be wrong by up to {most}"
+        return f"{why}: {late_numbers_text(max(map(largest_error, limited)), sign)}"
     if any(note.code == "import_defined" and note.values["other"] for note in summary.notes):
         return f"Numbers with {OTHERWISE} are defined otherwise"
     return f"{why}, but the load generator kept up" if why else f"{count(number, 'note')} on these numbers"
 
 
-def _largest_error(row: Row) -> float:
+def late_numbers_text(error: float, sign: str) -> str:
+    """What the sign of a number means that the load generator limited. `error`: the largest one, as a share."""
+    wrong = f"may be wrong by up to {units.figures(100 * error, 2)}\u00a0%"
+    return f"numbers with {sign} {'were read late' if error < _SHOWN_ERROR else wrong}"
+
+
+def largest_error(row: Row) -> float:
     """By how much at most the load generator changed the numbers that it limited, as a share."""
     limited = (error for metric, error in row.client_error.items() if METRICS[metric].field in row.client_limited)
     return max(map(max, limited), default=0.0)
@@ -197,7 +199,7 @@ def client_limit_sentence(summary: Summary, sign: str = "") -> str:
     rows: dict[str, list[str]] = defaultdict(list)
     for row in summary.rows:
         if row.client_limited:
-            error = _largest_error(row)
+            error = largest_error(row)
             by = "" if error < _SHOWN_ERROR else f" (by {units.figures(100 * error)}\u00a0% at most)"
             rows[number_names(row.client_limited)].append(f"{row.name}{by}")
     if not rows:
