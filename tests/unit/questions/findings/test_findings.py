@@ -364,6 +364,45 @@ def test_few_answers_show_that_eight_users_queue_behind_five_slots(tmp_path: Pat
         assert [one.code for one in findings] == expected, (slots, engine.max_num_seqs)
 
 
+def sparse(folder: Path, waiting: float = 0.0) -> list[str]:
+    """The findings of a run of whose server metrics only the first and the last sample of each cell are known."""
+    of_cells: dict[str, list[dict[str, Any]]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        row["values"] |= {"waiting": waiting} if "waiting" in row["values"] else {}
+        of_cells.setdefault(row["cell"], []).append(row)
+    ends = [row for rows in of_cells.values() for row in (rows[0], rows[-1])]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ends))
+    return [one.code for one in with_findings(summarize_with_counts(folder)).summary.findings or []]
+
+
+@pytest.mark.parametrize("waiting", [0.0, 2.0])
+def test_a_queue_that_few_samples_show_is_known_by_the_servers_times(tmp_path: Path, waiting: float) -> None:
+    """Batches of four on two slots, in a load too short for samples."""
+    two = EngineSetup(engine=replace(HEALTHY, max_num_seqs=2))
+    four = Load(user="batch", batch_size=4, requests=24, output_tokens=8)
+    measured(tmp_path / "run", Cause(two, {"work": four}, 20))
+    assert sparse(tmp_path / "run", waiting) == ["queue_with_room"]
+
+
+def test_few_samples_blame_no_slots_that_are_free_or_that_the_cache_cannot_fill(tmp_path: Path) -> None:
+    """Bursts and steady loads on servers with room, and a cache that holds fewer requests than there are slots.
+
+    30 healthy runs have none of these findings: a false-alarm rate under 10 % (95 % upper bound).
+    """
+    burst, steady = Load(user="batch", batch_size=6, requests=24, output_tokens=8), batch(6, 24, 8)
+    loads: dict[str, Load] = {"burst": burst, "steady": steady, "talk": chat(6, 24)}
+    for seed in range(5):
+        for slots in (6, 8):
+            engine = replace(HEALTHY, max_num_seqs=slots, max_num_batched_tokens=128 << (seed % 3))
+            folder = tmp_path / f"{seed}-{slots}"
+            measured(folder, Cause(EngineSetup(engine=engine), loads, 20 + 80 * seed), seed=seed, repeats=1)
+            assert "queue_with_room" not in sparse(folder), (seed, slots)
+    tight = replace(HEALTHY, max_num_seqs=4, num_gpu_blocks=50, max_model_len=512)  # 800 tokens: two requests
+    measured(tmp_path / "tight", Cause(EngineSetup(engine=tight), {"eight": batch(8, 24, 8)}, 360))
+    assert "queue_with_room" not in sparse(tmp_path / "tight", 2.0)
+
+
 def test_users_of_a_live_load_are_counted_and_not_taken_from_its_form(tmp_path: Path) -> None:
     """A live load starts with one user, and a person sets eight: none of them is "1 of 1 users" without an answer."""
     four = EngineSetup(engine=replace(HEALTHY, max_num_seqs=4))
