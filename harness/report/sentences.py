@@ -24,6 +24,8 @@ from harness.scenario import asks_known
 from harness.scenario.plan import mix_of
 
 _SHOWN_ERROR = 0.0005  # a smaller error of the load generator is not shown
+# Notes on what may have changed the numbers of a run that is VALID, and what they are about.
+DOUBTS = {"kernel_event": "what the kernel logged", "other_model": "the other model in the answers"}
 SHOWN = 7  # verdicts that a report shows at once; the rest is folded
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
 
@@ -294,10 +296,14 @@ def no_findings(succeeded: Sequence[int], problems: Sequence[str]) -> Paragraph:
 
 
 def shown_problems(summary: Summary) -> list[str]:
-    """What the page of a run shows that is no finding: failed requests, failed checks, and the result of hours."""
+    """What the page of a run shows that is no finding: failed requests and checks, the result of hours, and notes."""
     failed_checks = any(check.status == "failed" for check in summary.checks)
     drifts = any(soak.word in ("failed", "drifts") for soak in summary.soaks)
-    shown = {"failed requests": bool(summary.failures), "failed checks": failed_checks, "what the hours show": drifts}
+    noted = {note.code for note in summary.notes}
+    shown = {
+        "failed requests": bool(summary.failures), "failed checks": failed_checks, "what the hours show": drifts,
+        **{f"{what} (see the note)": code in noted for code, what in DOUBTS.items()},
+    }  # fmt: skip
     return [name for name, is_shown in shown.items() if is_shown]
 
 

@@ -65,7 +65,7 @@ _REASONS = 4  # why a run is INVALID: so many are not folded
 # Notes that are not folded: results of a sweep, what a container may do, and answers that say nothing.
 _SHOWN = (
     "setting_failed", "host_access", "answers_cut", "answers_guessed", "answers_wrong", "telemetry_elsewhere",
-    "telemetry_lost", "telemetry_connection_lost", "telemetry_other_machine", "kernel_event",
+    "telemetry_lost", "telemetry_connection_lost", "telemetry_other_machine", *sentences.DOUBTS,
 )  # fmt: skip
 
 
