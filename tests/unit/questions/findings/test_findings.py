@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from harness.base.files import pretty_json
+from harness.base.reason import because
 from harness.base.units import GIB
 from harness.hardware.bounds import share
 from harness.machine.gpus import read_gpu_memory, read_machine
@@ -37,6 +38,7 @@ from harness.records.run_data import load
 from harness.records.samples import GpuSample, HostSample, TelemetrySample
 from harness.report import markdown
 from harness.report.elements import Paragraph, lined_up
+from harness.report.result_card import render_card
 from harness.scenario import Load
 from harness.scenario.behaviour import Abandon
 from harness.scenario.plan import Cell
@@ -334,6 +336,18 @@ def test_what_failed_is_never_next_to_no_problem(tmp_path: Path) -> None:
         assert (made.findings, made.valid) == ([], True)
         for form, text in outputs(tmp_path / name, made).items():
             assert form == "json" or ("no problem" not in text and "no cause" in text), (name, form)
+
+
+@pytest.mark.parametrize("code", ["kernel_event", "other_model"])
+def test_a_note_that_doubts_a_run_is_never_next_to_no_problem(tmp_path: Path, code: str) -> None:
+    made = measured(tmp_path / "run", Cause(EngineSetup(), {"one": batch(1, 60)})).summary
+    note = because(code, "the GPU hung, and the kernel reset it")
+    doubted = replace(made, notes=[*made.notes, note])
+    assert (doubted.findings, doubted.valid) == ([], True)
+    for form, text in outputs(tmp_path / "run", doubted).items():
+        assert form == "json" or ("no problem" not in text and "see the note" in text), form
+    card = render_card(read_run(tmp_path / "run"), doubted, "harness run one.yaml")
+    assert f"- `{note.text}`\n- VALID" in card
 
 
 def test_a_cache_that_is_full_for_a_moment_limits_nothing(tmp_path: Path) -> None:
@@ -689,6 +703,28 @@ def test_a_quick_run_is_not_advised_to_set_what_it_cannot(tmp_path: Path, code: 
     findings = found(tmp_path / "run", cause, template=None, scenario_name="quick")
     actions = next(one for one in findings if one.code == code).actions
     assert [action.settings for action in actions] == [{}] and "processes" not in actions[0].do
+
+
+@pytest.mark.parametrize(
+    ("load", "marks", "processes"),
+    [
+        (chat(4, 40), {}, 2),
+        (batch(4), {}, None),  # one user, whose requests are in flight at once: a second process has no user
+        (chat(4, 40, processes=3), {}, 4),
+        (chat(4, 40, processes=4), {}, None),
+        (chat(4, 40), {"core_wait": 0.06}, None),  # others had the cores
+        (chat(4, 40), {"core_wait": 0.04}, 2),
+    ],
+)
+def test_more_load_processes_are_advised_only_where_the_load_can_have_and_use_them(
+    tmp_path: Path, load: Load, marks: dict[str, float], processes: int | None
+) -> None:
+    late = EngineSetup(marks={"loop_lag_p50_s": 0.03, "loop_lag_p99_s": 0.06, **marks})
+    cause = Cause(late, {"load": load}, more=CAUSES["load_generator"].more)
+    (one,) = [one for one in found(tmp_path / "run", cause) if one.code == "load_generator"]
+    (action,) = one.actions
+    assert action.settings == ({} if processes is None else {"loads.load": f"processes: {processes}"})
+    assert ("processes" in action.do) == (processes is not None)
 
 
 # The stories of the seeds, with their numbers.
