@@ -133,7 +133,7 @@ def _runs_page(listed: list[dict[str, Any]], runs: Path) -> "list[Element]":
         if "error" in run:
             rows.append([run["run"], "", "", f"unreadable: {run['error']}"[:MAX_CHARS]])
             continue
-        limited, simulated = ", load generator at its limit" * run["client_limited"], " (simulated)" * run["simulated"]
+        limited, simulated = ", load generator late" * run["client_limited"], " (simulated)" * run["simulated"]
         reason = "".join(f": {sentence(reason)}" for reason in run["reasons"][:1])
         status = f"{run['status']}{limited}{simulated}{reason}"
         started = datetime.datetime.fromtimestamp(run["started_wall_s"]).strftime("%Y-%m-%d %H:%M")

@@ -21,7 +21,7 @@ from harness.numbers.summary import CellSummary, ClientLimit
 from harness.records.columns import Bools, Rows
 from harness.records.records import MAX_CPU, SLACK_S, ProcessMark
 from harness.records.run_data import CellData
-from harness.scenario import Load, is_open_loop
+from harness.scenario import Load, is_open_loop, max_processes
 from harness.scenario.workers import MACHINE, Workers
 
 MAX_SEND_LAG_S = 0.010
@@ -355,6 +355,11 @@ def _loop_lag_s(marks: Sequence[ProcessMark], percentile_name: str) -> float:
     return next((lag_s for name in names if (lag_s := _max_known(marks, name)) is not None), 0.0)
 
 
+def core_wait(marks: Sequence[ProcessMark]) -> float:
+    """The share of the time that a load process waited while others had the cores, of the one that waited most."""
+    return _max_known(marks, "core_wait") or 0.0
+
+
 def _max_known(marks: Sequence[ProcessMark], name: str) -> float | None:
     return max((value for mark in marks if (value := getattr(mark, name)) is not None), default=None)
 
@@ -371,9 +376,13 @@ def _remedy(load: Load, marks: Sequence[ProcessMark]) -> Reason:
     """What the user should do about a load generator that is too slow."""
     if killed_processes(marks):
         return because("remedy_run_again", _RUN_AGAIN)
-    if (waited := _max_known(marks, "core_wait") or 0.0) > MAX_CORE_WAIT:
+    if (waited := core_wait(marks)) > MAX_CORE_WAIT:
         text = f"other processes used its core during {percent(waited, 0)} of the time: stop them, or send from "
         text += "another machine"
         return because("remedy_free_core", text, share=waited)
+    if load.processes >= max_processes(load):
+        text = "it has no user for a further process: stop other programs, send from another machine, or use fewer "
+        text += "streams at once"
+        return because("remedy_fewer_streams", text, processes=load.processes)
     text = f"use more 'processes' ({load.processes}) or machines (--workers), or fewer streams at once"
     return because("remedy_processes", text, processes=load.processes)

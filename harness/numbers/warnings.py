@@ -14,6 +14,7 @@ from harness.base.units import count, date_time, duration, figures, milliseconds
 from harness.failures.diagnosis import scan_text
 from harness.numbers import formulas
 from harness.numbers.load_generator import Limited, read_clock_answers
+from harness.numbers.model_names import other_model_notes
 from harness.numbers.prefill import blank_starts, is_first_token_blank
 from harness.numbers.summary import CellSummary, ClientLimit, Row
 from harness.numbers.validity import (
@@ -98,6 +99,7 @@ def cell_notes(evidence: Evidence, limited: Sequence[Limited]) -> list[Reason]:
         *_read_notes(evidence, [limit for limit, _ in limited]),
         *_connection_notes(evidence),
         *_answer_notes(evidence),
+        *other_model_notes(evidence),
         *_missing_notes(evidence),
         *([evidence.clients] if evidence.clients is not None and evidence.clients.code == "clients_unchecked" else []),
     ]

@@ -36,6 +36,7 @@ from harness.report.manifest_facts import UNKNOWN, describe_machine, manifest_fa
 from harness.report.markdown import render
 from harness.report.result_card import code, render_card
 from harness.report.sections import simulated_note
+from harness.report.sentences import largest_error, late_numbers_text
 from harness.run.running_server import combination_words
 
 RANKING = (
@@ -92,6 +93,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     version: str | None
     valid: bool
     client_limited: list[str]  # fields of Numbers
+    client_error: float  # of these fields at most, as a share
     ranked: bool  # only if the run is valid and the load generator did not limit the value
     best: bool = False  # of its machine
 
@@ -129,6 +131,11 @@ class Entry(Struct, frozen=True, kw_only=True):
             "Version": self.version or units.NOTHING,
             "Power": self.power or UNKNOWN,
         }
+
+    @property
+    def has_mark(self) -> bool:
+        """Whether one of its numbers has the sign of a late load generator."""
+        return any(text.endswith(LIMITED) for text in self.cells(1).values())
 
     def _mark_limited(self, text: str, field: str) -> str:
         return f"{text}{LIMITED}" if field in self.client_limited and text != units.NOTHING else text
@@ -184,8 +191,8 @@ class Board(Struct, frozen=True, kw_only=True):
     @property
     def limited_note(self) -> str | None:
         """The meaning of the mark of a limited number; None if no number has it."""
-        marked = any(text.endswith(LIMITED) for group in self.groups for row in group.rows for text in row.values())
-        return f"{LIMITED} the load generator was the limit of this number, not the server." if marked else None
+        errors = [entry.client_error for group in self.groups for entry in group.entries if entry.has_mark]
+        return f"The load generator was late: {late_numbers_text(max(errors), LIMITED)}." if errors else None
 
 
 def collect_board(results: Path, shipped: Path) -> Board:
@@ -290,6 +297,7 @@ def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
         version=served.version if served else None,
         valid=valid,
         client_limited=row.client_limited,
+        client_error=largest_error(row),
         ranked=valid and mean is not None and not is_client_limited(row, metric),
     )
 

@@ -168,6 +168,7 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     container: dict[str, Any] | None = None  # the container's configuration as inspected, without its environment
     version: str | None = None  # as the server reports it
     model: str | None = None  # the server's id of the model
+    model_aliases: list[str] = []  # other names of it that a server that already ran lists
     arguments: list[str] = []  # the server's command line
     phases: list[Phase] = []
     compiled: list[CompiledFolder] = []  # of a server with `caches`

@@ -9,7 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 from harness.base.metrics import METRICS
-from harness.base.units import count
+from harness.base.units import count, short_percent
 from harness.numbers.row_estimate import estimate_row
 from harness.numbers.summary import CellSummary, Row, Summary
 from harness.numbers.verdicts import is_client_limited
@@ -63,7 +63,9 @@ def _charted(row: Row, run: Run, cells: Mapping[str, CellSummary], name: str) ->
     facts += [f"{failed:,} of {count(row.pooled.sent, 'request')} failed"] if failed else []
     facts += ["SIMULATED: the numbers come from a model, not from hardware"] if run.simulated else []
     facts += ["UNCHECKED: imported, so its validity is not known"] if run.origin is not None else []
-    facts += ["limited by the load generator, not by the server"] if is_client_limited(row, name) else []
+    if is_client_limited(row, name):
+        error = max(row.client_error.get(name, (0.0, 0.0)))
+        facts.append("the load generator was late" + f", by up to {short_percent(error)} of this value" * bool(error))
     return Charted(
         name=f"{row.name}: {metric.title}",
         unit="ms" if metric.latency else metric.unit,

@@ -15,10 +15,12 @@ from harness.numbers.summary import CellSummary, Row, Summary
 from harness.records.manifest import Run
 from harness.report.elements import LIMITED
 from harness.report.manifest_facts import UNKNOWN, describe_machine, machine_facts, server_facts
+from harness.report.sentences import DOUBTS, group_reasons, largest_error, late_numbers_text
 from harness.report.words import one_line
 
 MAX_LINES = 25
 _MAX_ROWS, _MAX_CHARS = 8, 160
+_MAX_DOUBTS, _MAX_DOUBT = 2, 400  # notes, and the characters of each
 _NONE = "–"
 _COLUMNS = {"output_tok_s": "tok/s", "ttft_p50": "TTFT p50, ms", "tpot_p50": "TPOT p50, ms"}
 
@@ -44,18 +46,21 @@ def render_card(run: Run, summary: Summary, command: str, answers: Sequence[str]
     ]
     word = {True: "VALID", False: "INVALID", None: "UNCHECKED"}[summary.valid]
     simulated = "; SIMULATED: these numbers come from a model, not from hardware" if run.simulated else ""
-    limited = any(LIMITED in line for line in lines)
-    lines += [f"- {LIMITED} the load generator was the limit of this number, not the server"] if limited else []
+    if any(LIMITED in line for line in lines):
+        error = max(largest_error(row) for row in summary.rows if row.client_limited)
+        lines.append(f"- the load generator was late: {late_numbers_text(error, LIMITED)}")
+    doubts = group_reasons([note for note in summary.notes if note.code in DOUBTS])[:_MAX_DOUBTS]
+    lines += [f"- {code(text, max_chars=_MAX_DOUBT)}" for text in doubts]
     lines.append(f"- {word}{simulated}; measured {format_date(run.started_wall_s)}, run {code(run.id)}")
     source = None if run.origin is None else f"imported from {code(run.origin.tool)}"
     lines.append(f"- {source or f'repeat it: {code(command)}'}")
     return "\n".join(lines) + "\n"
 
 
-def code(text: str, *, in_cell: bool = False) -> str:
+def code(text: str, *, in_cell: bool = False, max_chars: int = _MAX_CHARS) -> str:
     """Return a text as a code span that ends where it ends. `in_cell`: of a table."""
     plain = one_line(text)
-    plain = plain if len(plain) <= _MAX_CHARS else f"{plain[: _MAX_CHARS - 3]}..."
+    plain = plain if len(plain) <= max_chars else f"{plain[: max_chars - 3]}..."
     fence = "`" * (1 + max(map(len, re.findall("`+", plain)), default=0))
     space = " " if plain.startswith("`") or plain.endswith("`") or not plain else ""
     shown = plain.replace("|", "¦") if in_cell else plain  # a bar would end the cell

@@ -24,6 +24,8 @@ from harness.scenario import asks_known
 from harness.scenario.plan import mix_of
 
 _SHOWN_ERROR = 0.0005  # a smaller error of the load generator is not shown
+# Notes on what may have changed the numbers of a run that is VALID, and what they are about.
+DOUBTS = {"kernel_event": "what the kernel logged", "other_model": "the other model in the answers"}
 SHOWN = 7  # verdicts that a report shows at once; the rest is folded
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
 
@@ -176,17 +178,19 @@ def notes_sentence(summary: Summary, number: int, sign: str) -> str:
     if limited and not sign:
         return why if summary.valid is False else f"{why}; no number shown is affected"
     if limited:
-        error = max(map(_largest_error, limited))
-        most = f"{units.figures(100 * error, 2)}\u00a0%"
-        if error < _SHOWN_ERROR:
-            return f"{why}: numbers with {sign} were read late"
-        return f"{why}: numbers with {sign} may be wrong by up to {most}"
+        return f"{why}: {late_numbers_text(max(map(largest_error, limited)), sign)}"
     if any(note.code == "import_defined" and note.values["other"] for note in summary.notes):
         return f"Numbers with {OTHERWISE} are defined otherwise"
     return f"{why}, but the load generator kept up" if why else f"{count(number, 'note')} on these numbers"
 
 
-def _largest_error(row: Row) -> float:
+def late_numbers_text(error: float, sign: str) -> str:
+    """What the sign of a number means that the load generator limited. `error`: the largest one, as a share."""
+    wrong = f"may be wrong by up to {units.figures(100 * error, 2)}\u00a0%"
+    return f"numbers with {sign} {'were read late' if error < _SHOWN_ERROR else wrong}"
+
+
+def largest_error(row: Row) -> float:
     """By how much at most the load generator changed the numbers that it limited, as a share."""
     limited = (error for metric, error in row.client_error.items() if METRICS[metric].field in row.client_limited)
     return max(map(max, limited), default=0.0)
@@ -200,7 +204,7 @@ def client_limit_sentence(summary: Summary, sign: str = "") -> str:
     rows: dict[str, list[str]] = defaultdict(list)
     for row in summary.rows:
         if row.client_limited:
-            error = _largest_error(row)
+            error = largest_error(row)
             by = "" if error < _SHOWN_ERROR else f" (by {units.figures(100 * error)}\u00a0% at most)"
             rows[number_names(row.client_limited)].append(f"{row.name}{by}")
     if not rows:
@@ -295,10 +299,14 @@ def no_findings(succeeded: Sequence[int], problems: Sequence[str]) -> Paragraph:
 
 
 def shown_problems(summary: Summary) -> list[str]:
-    """What the page of a run shows that is no finding: failed requests, failed checks, and the result of hours."""
+    """What the page of a run shows that is no finding: failed requests and checks, the result of hours, and notes."""
     failed_checks = any(check.status == "failed" for check in summary.checks)
     drifts = any(soak.word in ("failed", "drifts") for soak in summary.soaks)
-    shown = {"failed requests": bool(summary.failures), "failed checks": failed_checks, "what the hours show": drifts}
+    noted = {note.code for note in summary.notes}
+    shown = {
+        "failed requests": bool(summary.failures), "failed checks": failed_checks, "what the hours show": drifts,
+        **{f"{what} (see the note)": code in noted for code, what in DOUBTS.items()},
+    }  # fmt: skip
     return [name for name, is_shown in shown.items() if is_shown]
 
 

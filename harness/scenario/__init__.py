@@ -370,6 +370,11 @@ def max_concurrency(load: Load) -> int:
     return load.users * ((load.in_flight or load.batch_size or 1) if load.user == "batch" else 1)
 
 
+def max_processes(load: Load) -> int:
+    """Return how many load processes a load can have: one per user of its smallest stage."""
+    return min((stage.users for stage in load.stages), default=load.users)
+
+
 class RequestTokens(Struct, frozen=True):
     """The tokens of a load's first requests, without a chat template. Later turns of a conversation have more."""
 

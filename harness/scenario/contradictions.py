@@ -7,7 +7,19 @@ from pathlib import Path
 from msgspec import Struct
 
 from harness.base.errors import Problem, did_you_mean
-from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Server, Trace, Warmup, can_ask_own_words
+from harness.base.units import count
+from harness.scenario import (
+    SERVER_TOKENIZER,
+    USERS,
+    Arrivals,
+    Load,
+    Prompts,
+    Server,
+    Trace,
+    Warmup,
+    can_ask_own_words,
+    max_processes,
+)
 from harness.scenario.behaviour import Abandon, AnswerSchema, Lengths, Lognormal, Structured, is_length_file
 from harness.scenario.shape import decode
 
@@ -152,8 +164,8 @@ def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]
     yield load.soak and load.duration_s is None, ".soak", "needs 'duration_s'; `harness run --duration 8h` changes it"
     if load.think_s is not None:
         yield load.think_s[0] > load.think_s[1], ".think_s", _order_text(load.think_s)
-    users = min((stage.users for stage in load.stages), default=load.users)
-    text = f"{load.processes} load processes for {users} users; use at most one per user"
+    users = max_processes(load)
+    text = f"{load.processes} load processes for {count(users, 'user')}; use at most one per user"
     yield load.processes > users, ".processes", text
     yield len(load.stages) == 1, ".stages", "two or more are expected; else give 'users' and 'duration_s'"
     yield load.stages and load.users != 1, ".users", "each of the stages has its own; remove it"

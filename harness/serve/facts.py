@@ -26,7 +26,7 @@ from harness.base.files import open_file
 from harness.base.https import open_session
 from harness.base.reason import Reason, because
 from harness.base.redact import masked
-from harness.engines import FactSource, Start, engines, find_engine
+from harness.engines import FactSource, Start, engines, find_engine, listed_names
 from harness.engines.flags import plain_name, without_negation
 from harness.failures.unexpected_response import decode_json
 from harness.records.manifest import Contents, Phase, ServedBy, Startup
@@ -34,6 +34,8 @@ from harness.serve.containers import TIME_STAMP, unpack_file
 from harness.serve.docker_engine import DOCKER_ERRORS
 from harness.serve.lemonade import LemonadeMonitor
 from harness.serve.probe import fetch_text
+
+MAX_ALIASES, MAX_NAME = 20, 300  # of a model, and the characters of each
 
 
 def record_facts(
@@ -50,7 +52,7 @@ def record_facts(
     `monitor` asks the engine behind Lemonade. What a server does not report stays None; nothing is raised for it.
     """
     log = parse_log_lines([]) if log_path is None else parse_log(log_path)
-    facts, effective = _collect_facts(served, log, metrics_url, api_key, monitor)
+    facts, effective, aliases = _collect_facts(served, log, metrics_url, api_key, monitor)
     version = served.version or facts.version
     if monitor is not None and facts.version is not None:
         version = f"{served.version} {facts.version}"
@@ -66,6 +68,7 @@ def record_facts(
         notes=masked(served.notes, "known"),
         version=masked(version, "known"),
         phases=split_phases(served.phases, log, started_s),
+        model_aliases=masked(aliases, "known"),
         startup=msgspec.convert(masked(msgspec.to_builtins(facts)), Startup) if facts != Startup() else None,
         effective=masked(effective),
         contents=image if image != Contents() else None,
@@ -74,8 +77,10 @@ def record_facts(
 
 def _collect_facts(
     served: ServedBy, log: "LogFacts", metrics_url: str | None, api_key: str | None, monitor: LemonadeMonitor | None
-) -> tuple[Startup, dict[str, Any]]:
-    """Return the facts and the effective settings from the log, then from paths that this engine has, then metrics."""
+) -> tuple[Startup, dict[str, Any], list[str]]:
+    """Return the facts and the effective settings from the log, then from paths that this engine has, then metrics; and
+    other names of the model of a server that already ran.
+    """
     facts, effective = msgspec.structs.asdict(log.facts), dict(log.effective)
     sources = [(engine.name, source) for engine in engines() for source in engine.answers]
     engine = None if served.template is None else find_engine(served.template)
@@ -94,8 +99,10 @@ def _collect_facts(
             if source.path is not None and may_know:
                 path = source.path.replace("{model}", quote(served.model or "", safe=""))
                 facts, effective = _merge_answer(name, source, fetch_object(path), facts, effective)
-        if facts["max_model_len"] is None:  # vLLM and SGLang, also where their log is not known
-            facts["max_model_len"] = _find_model_limit(fetch_object("/v1/models"), served.model)
+        is_limit_known = facts["max_model_len"] is not None
+        listed = {} if is_limit_known and served.template is not None else fetch_object("/v1/models")
+        if not is_limit_known:  # vLLM and SGLang, also where their log is not known
+            facts["max_model_len"] = _find_model_limit(listed, served.model)
         if monitor is not None:
             effective |= monitor.effective()
             version = fetch_object("/version").get("version")
@@ -108,9 +115,10 @@ def _collect_facts(
                 facts, effective = _merge_answer(name, source, parse_labels(text, source.metric), facts, effective)
     effective = {name: value for name, value in effective.items() if is_storable(value)}
     try:
-        return msgspec.convert({name: value for name, value in facts.items() if is_storable(value)}, Startup), effective
+        startup = msgspec.convert({name: value for name, value in facts.items() if is_storable(value)}, Startup)
     except msgspec.ValidationError:  # an answer of an unknown form
-        return log.facts, effective
+        startup = log.facts
+    return startup, effective, [] if served.template is not None else _find_aliases(listed, served.model)
 
 
 def find_ignored_settings(served: ServedBy, settings: Mapping[str, Any]) -> list[Reason]:
@@ -163,6 +171,22 @@ def find_fallback(served: ServedBy, reference: ServedBy) -> Reason | None:
             text = f"the server fell back: its {key} is {values[1]}, which was {values[0]} with the settings before"
             return because("setting_fallback", text, key=key, before=values[0], ran=values[1])
     return None
+
+
+def _find_aliases(listed: dict[str, Any], model: str | None) -> list[str]:
+    """Return other names of a model in an answer of /v1/models: its path, its aliases, and entries of the same path."""
+    rows = listed.get("data")
+    entries = [entry for entry in (rows[:1000] if isinstance(rows, list) else []) if isinstance(entry, dict)]
+    ids = set() if model is None else listed_names(model)
+    own = [entry for entry in entries if isinstance(entry.get("id"), str) and entry["id"] in ids]
+    roots = [root for entry in own if isinstance(root := entry.get("root"), str) and root]
+    names: list[Any] = list(roots)
+    for entry in entries:
+        if entry in own or entry.get("root") in roots:
+            aliases = entry.get("aliases")
+            names += [entry.get("id"), *(aliases if isinstance(aliases, list) else [])]
+    texts = (name for name in names if isinstance(name, str) and name not in ("", model) and len(name) <= MAX_NAME)
+    return list(dict.fromkeys(texts))[:MAX_ALIASES]
 
 
 def _find_model_limit(listed: dict[str, Any], model: str | None) -> int | None:

@@ -99,11 +99,13 @@ def test_a_limit_is_of_the_numbers_that_it_names() -> None:
 
 
 def test_the_remedy_of_a_late_process() -> None:
-    for changes, remedy in (
-        ({}, ("remedy_processes", {"processes": 1})),
-        ({"core_wait": 0.3}, ("remedy_free_core", {"share": 0.3})),
+    one = msgspec.structs.replace(LOAD, users=1)
+    for load, changes, remedy in (
+        (LOAD, {}, ("remedy_processes", {"processes": 1})),
+        (one, {}, ("remedy_fewer_streams", {"processes": 1})),
+        (LOAD, {"core_wait": 0.3}, ("remedy_free_core", {"share": 0.3})),
     ):
-        [(_, why)] = limits_with_lags(four(), LOAD, **{"loop_lag_mean_s": 0.452} | changes)
+        [(_, why)] = limits_with_lags(four(), load, **{"loop_lag_mean_s": 0.452} | changes)
         assert (why.values["remedy"]["code"], why.values["remedy"]["values"]) == remedy
     started, ended = both_marks("c", 7, 0.0, 10.0, sent=4)
     dead = msgspec.structs.replace(started, process=8)

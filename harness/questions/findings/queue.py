@@ -82,6 +82,8 @@ def slower_action(row: RowFacts, sequences: int, expected: Reason | None) -> Act
 
 @rule(
     when="requests waited in the server's queue for 20 % of their time while at most 75 % of the KV cache was in use; "
+    "by fewer than 5 samples of the server's metrics: its slots and the time in its queue are known, 20 requests "
+    "succeeded, and more were sent at once than it has slots for 20 % of their time; "
     "of a server without metrics: its slots are known, and no more answers than slots were sent at once, or the TTFT "
     "of fewer users is known; 20 requests, or one of each user or known slot, also if the end of the load cut them",
     means="The server computes fewer requests at once than its memory allows.",
@@ -99,15 +101,11 @@ def queue_with_room(row: RowFacts) -> RuleResult | None:
     seen = row.row.pooled.succeeded if waiting is None else sent
     if seen < min(ENOUGH, sequences or row.in_flight):
         return None
-    if running is not None and running <= slots / 2:  # something else keeps requests from running
-        return None
-    if waiting is not None and (not waiting or len(row.samples) < MIN_SAMPLES):
-        return None
-    queued = _later_part(row, slots) if waiting is None else row.queued_part
+    queued, beyond = _queued_part(row, slots), _beyond_slots(row, slots)[1]
     if queued < SHARE:
         return None
     fits = row.in_flight if not usage else min(row.in_flight, int(0.9 * slots / usage))
-    waited_s, waited = None if split is None else split.queue_s, row.in_flight - slots if waiting is None else waiting
+    waited_s, waited = None if split is None else split.queue_s, waiting if _is_sampled(row) and waiting else beyond
     measured = f"{count(slots, 'request')} ran at once and up to {waited:.0f} waited"
     if waited_s is not None:
         measured += f", {milliseconds(waited_s)} ms on average"
@@ -121,6 +119,47 @@ def queue_with_room(row: RowFacts) -> RuleResult | None:
         actions=_more_at_once(row, slots, fits, expected),
         values={"slots": slots, "in_flight": row.in_flight, "queue_s": waited_s, "kv_usage": usage, "fits": fits},
     )
+
+
+def _queued_part(row: RowFacts, slots: int) -> float:
+    """The share of the requests' time that they waited for a slot; 0: they did not, or it is not known."""
+    running, waiting = row.most("running_max"), row.most("waiting_max")
+    if waiting is not None and not (waiting and _is_sampled(row)):
+        return row.queued_part if _waited_for_slots(row, slots) else 0.0
+    if running is not None and running <= slots / 2:  # something else keeps requests from running
+        return 0.0
+    return _later_part(row, slots) if waiting is None else row.queued_part
+
+
+def _is_sampled(row: RowFacts) -> bool:
+    return len(row.samples) >= MIN_SAMPLES
+
+
+def _waited_for_slots(row: RowFacts, slots: int) -> bool:
+    """Whether the server's times show a wait that its samples missed, and the slots are the reason."""
+    is_timed = row.row.time is not None and row.row.time.queue_s is not None
+    if not is_timed or row.whole("sequences") is None or row.row.pooled.succeeded < ENOUGH:
+        return False
+    fits, ran = row.sequences_that_fit, (1 - row.queued_part) * row.in_flight
+    if (fits is not None and slots > ROOM * fits) or ran <= slots / 2:  # something else keeps requests from running
+        return False
+    return _beyond_slots(row, slots)[0] >= SHARE
+
+
+def _beyond_slots(row: RowFacts, slots: int) -> tuple[float, int]:
+    """Which share of the requests' time they were more than the slots, and by how many at most, by the client."""
+    excess_s = total_s = 0.0
+    most = 0
+    for name in row.row.cells:
+        rows = row.data.cells[name].rows
+        times_s = np.concatenate([rows.sent_s, rows.sent_s + rows.ended_s])
+        changes = np.repeat([1, -1], len(rows.sent_s))
+        order = np.lexsort((changes, times_s))  # of two at the same time, the one that ended first
+        at_once, steps_s = np.cumsum(changes[order])[:-1], np.diff(times_s[order])
+        beyond = np.maximum(at_once - slots, 0)
+        excess_s, total_s = excess_s + float(beyond @ steps_s), total_s + float(at_once @ steps_s)
+        most = max(most, int(beyond.max(initial=0)))
+    return (excess_s / total_s if total_s else 0.0), most
 
 
 def _shorter_wait(row: RowFacts, waited_s: float | None) -> Reason | None:

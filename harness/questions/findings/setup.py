@@ -8,8 +8,12 @@ from harness.base.command_line import command_line, positional
 from harness.base.metrics import METRICS
 from harness.base.units import count, figures, milliseconds, short_percent
 from harness.hardware.bounds import decode_bound, run_gpu, run_model, ttft_floor
+from harness.numbers.load_generator import MAX_CORE_WAIT, core_wait
 from harness.numbers.summary import ENOUGH
+from harness.numbers.warnings import HOST_CPU_FULL
 from harness.questions.findings.rules import RowFacts, RuleResult, gain, rule, shorter
+from harness.records.records import MAX_CPU
+from harness.scenario import max_processes
 from harness.scenario.check_syntax import parse_check
 
 SMALL_SHM = 64 << 20  # Docker's default
@@ -161,7 +165,8 @@ def cold_start(row: RowFacts) -> RuleResult | None:
 @rule(
     when="the load generator's delays may change a number of the row by 5 % or more",
     means="The client is a part of what was measured.",
-    actions="more load processes; a free core; another machine for the load",
+    actions="more load processes where the load has a user for each and other programs leave them the CPU; a free "
+    "core; another machine for the load",
     requests=ENOUGH,
 )
 def load_generator(row: RowFacts) -> RuleResult | None:
@@ -169,10 +174,10 @@ def load_generator(row: RowFacts) -> RuleResult | None:
     worst = max(errors, key=lambda metric: errors[metric], default=None)
     if worst is None or errors[worst] < CLIENT:
         return None
-    more = 2 * row.load.processes
+    more = min(2 * row.load.processes, max_processes(row.load))
     # `harness quick` has one load process, and no workers.
-    action = row.action("Free a core, or measure from another machine")
-    if not row.is_quick:
+    action = row.action("Stop other programs on this machine, or send the load from another one")
+    if not row.is_quick and more > row.load.processes and not _others_had_the_cpu(row):
         action = row.action(
             f"{more} load processes, or another machine for the load",
             settings={row.load_key: f"processes: {more}"},
@@ -185,6 +190,17 @@ def load_generator(row: RowFacts) -> RuleResult | None:
         actions=[action],
         values={"metric": worst, "error": errors[worst]},
     )
+
+
+def _others_had_the_cpu(row: RowFacts) -> bool:
+    """Whether other programs kept the load processes from running: more of them would wait as well."""
+    marks = [mark for name in row.row.cells for mark in row.data.marks.get(name, [])]
+    if core_wait(marks) > MAX_CORE_WAIT:
+        return True
+    loads = [cell.machine_load for cell in row.cells if cell.machine_load is not None]
+    own = max((mark.cpu_max for mark in marks if mark.cpu_max is not None), default=MAX_CPU)
+    is_full = any((load.host_cpu_mean or 0.0) >= HOST_CPU_FULL for load in loads)
+    return is_full and own < MAX_CPU and row.data.run.remote is None
 
 
 @rule(

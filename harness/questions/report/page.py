@@ -65,8 +65,8 @@ _REASONS = 4  # why a run is INVALID: so many are not folded
 # Notes that are not folded: results of a sweep, what a container may do, answers that say nothing, missing samples.
 _SHOWN = (
     "setting_failed", "host_access", "answers_cut", "answers_guessed", "answers_wrong", "telemetry_elsewhere",
-    "telemetry_lost", "telemetry_connection_lost", "telemetry_other_machine", "kernel_event",
-    "unreadable_samples", "telemetry_rejected",
+    "telemetry_lost", "telemetry_connection_lost", "telemetry_other_machine", "unreadable_samples",
+    "telemetry_rejected", *sentences.DOUBTS,
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from harness.numbers.summary import CellSummary
 from harness.questions.compare.sides import compare_runs
 from harness.questions.report import junit_cases
 from harness.questions.report.page import print_report, run_page
+from harness.questions.results import add_result, collect_board, result_card
 from harness.records.manifest import RunKind, read_run, write_run
 from harness.records.records import Request, read_marks
 from harness.records.run_data import cell_data
@@ -247,5 +248,10 @@ def test_every_report_says_it(run: Path, wording: Wording) -> None:
     assert f"measurement held\n{said.replace(' (‡)', '')}\n" in junit_cases.render(summary, manifest), (
         "it shows no sign"
     )
+    meaning = "the load generator was late: numbers with ‡ may be wrong by up to 0.76\u00a0%"
+    assert f"\n- {meaning}\n" in result_card(run, [])
+    add_result(run, run.parent / "results")
+    board = collect_board(run.parent / "results", run.parent / "results")
+    assert board.limited_note == f"{meaning[0].upper()}{meaning[1:]}."
     rows = list(csv.DictReader(io.StringIO(export.csv_table(summary, manifest))))
     assert [row["client_limited"] for row in rows] == ["", " ".join(LIMITED)]

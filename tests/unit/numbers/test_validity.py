@@ -297,6 +297,14 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         ({"records": four(model="other")}, [], []),  # the others name none
         ({"records": [request(index=i, model="m" if i else "other") for i in range(4)]},
          [("model_changed", {"models": {"m": 3, "other": 1}})], []),
+        # Another model than the one that was asked for: only of a server that ran already, and known by no such name.
+        *(({"records": many(4, model=answered), "load": replace(LOAD, model=asked), "cell": cell}, [],
+           [("other_model", {"asked": asked or "m", "answered": answered, "answers": 4})] if found else [])
+          for asked, answered, cell, found in (
+              (None, "other", ran(template=None), True), ("big", "other", ran(template=None), True),
+              (None, "M", ran(template=None), False), (None, None, ran(template=None), False),
+              (None, "other", ran(), False), (None, "other", ran(template=None, model_aliases=["other"]), False),
+          )),
         # Times outside of the life of the load process, from 0 s to 10 s.
         ({"records": four(sent_s=999.99)}, [("times_outside", {"process": "7", "after_s": 0.0})], []),
         ({"records": four(sent_s=1008.6)}, [("times_outside", {"before_s": 0.0})], []),
