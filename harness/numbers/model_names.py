@@ -24,9 +24,13 @@ def other_model_notes(evidence: Evidence) -> Iterator[Reason]:
     served, good = None if evidence.ran is None else evidence.ran.served_by, evidence.good
     if served is None or served.template is not None or served.gateway is not None or evidence.imported:
         return
-    asked = np.array([model_at(evidence.load, index) or served.model for index in good.index.tolist()], dtype=object)
-    for model in dict.fromkeys(asked.tolist()):
-        named = name_counts(good.model.where(asked == model))
+    # Requests take the models of a load in turn.
+    period = len(evidence.load.model or ("",)) if isinstance(evidence.load.model, list) else 1
+    turns: dict[str | None, list[int]] = {}
+    for turn in range(period):
+        turns.setdefault(model_at(evidence.load, turn) or served.model, []).append(turn)
+    for model, own in turns.items():
+        named = name_counts(good.model.where(np.isin(good.index % period, own)))
         answered = next(iter(named), None)
         if model is None or answered is None or len(named) > 1 or may_name(served, model, answered):
             continue
