@@ -2,10 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from statistics import geometric_mean
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from harness.base.measured import Numbers
 from harness.base.reason import Reason, because
@@ -60,6 +62,10 @@ class Axis(NamedTuple):
     at_one: str = ""
     speculating: tuple[Speed, ...] = ()  # the speeds where one of two servers speculates; none: `speeds`
 
+    @property
+    def all_speeds(self) -> tuple[Speed, ...]:
+        return tuple(dict.fromkeys((*self.speeds, *self.speculating)))
+
 
 AXES = {
     DEPTH: Axis((DECODE, FIRST), "a depth of {} tokens", "at every depth measured", speculating=(TURN, DECODE, FIRST)),
@@ -80,7 +86,7 @@ class SweepQuestion(NamedTuple):
     axis: str
     others: str  # the other varied settings, in words
     cells: Cells
-    limited: list[tuple[str, int]]  # servers and levels at which the load generator limited a speed
+    limited: dict[str, dict[str, list[int]]]  # by speed and server: levels at which the load generator limited it
 
 
 class Side(NamedTuple):
@@ -98,6 +104,7 @@ class Speeds(NamedTuple):
     at: dict[int, list[float]]
     drafts: bool
     lengths: dict[int, list[float]] = {}  # mean output tokens of an answer, of each repeat or run; of whole turns
+    limited: Collection[int] = ()  # levels at which the load generator limited the speed
 
 
 def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) -> list[SweepQuestion]:
@@ -107,7 +114,7 @@ def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) 
         return []
     valid = {cell.id: cell for cell in cells if not cell.problems}
     by_key: dict[tuple[str, str, str], Cells] = {}
-    limited: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
+    limited: dict[tuple[str, str, str], dict[str, dict[str, list[int]]]] = {}
     for row in rows:
         settings = swept.loads[row.load].settings if row.load in swept.loads else {}
         axis = next((key for key in AXES if isinstance(settings.get(key), int)), None)
@@ -116,12 +123,14 @@ def varied_numbers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary]) 
             key = (swept.loads[row.load].of, axis, others)
             levels = by_key.setdefault(key, {}).setdefault(row.server, {})
             levels[settings[axis]] = [valid[name] for name in row.cells if name in valid]
-            if any(is_client_limited(row, speed.metric) for speed in AXES[axis].speeds):
-                limited.setdefault(key, []).append((row.server, settings[axis]))
+            for speed in AXES[axis].all_speeds:
+                if is_client_limited(row, speed.metric):
+                    by_server = limited.setdefault(key, {}).setdefault(speed.id, {})
+                    by_server.setdefault(row.server, []).append(settings[axis])
     return [
-        SweepQuestion(*key, cells=by_server, limited=limited.get(key, []))
-        for key, by_server in by_key.items()
-        if max(map(len, by_server.values())) > 1
+        SweepQuestion(*key, cells=servers, limited=limited.get(key, {}))
+        for key, servers in by_key.items()
+        if max(map(len, servers.values())) > 1
     ]
 
 
@@ -148,7 +157,7 @@ def setting_answers(run: Run, rows: Sequence[Row], cells: Sequence[CellSummary])
         for question in questions
     }
     leads = lead(answers)
-    warnings = {(warning.code, warning.values["side"]): warning for _, own in answered for warning in own}
+    warnings = {warning.text: replace(warning, text=f"{warning.text}.") for _, own in answered for warning in own}
     return [
         *leads,
         *(warnings.values() if leads else ()),
@@ -175,7 +184,9 @@ def speculation_answers(base: Side, sides: Sequence[Side]) -> list[Reason]:
             continue
         load = ", ".join(filter(None, (key[0], key[2]))) if len(questions) > 1 else ""
         name = "".join(f"{part}: " for part in (side.name if len(sides) > 1 else "", load) if part)
+        warnings = [_limited_at(axis, speeds.name, speeds.limited) for speeds in (ours, theirs) if speeds.limited]
         reasons.append(because("crossing", f"{name}{answer.text}.", **answer.values))
+        reasons += [replace(warning, text=f"{name}{warning.text}.") for warning in warnings]
         about = {"load": key[0], "others": key[2], "axis": key[1]}
         answers.append(because("setting_answer", answer.text, **about, parts=[answer.values]))
     return [*lead(answers), *reasons]
@@ -194,16 +205,18 @@ def _speeds_in_runs(side: Side, speed: Speed, key: tuple[str, str, str, str]) ->
     """The speeds of a side, of each run the mean of its repeats."""
     at: dict[int, list[float]] = {}
     lengths: dict[int, list[float]] = {}
+    limited: set[int] = set()
     drafts = False
     for run, summary in zip(side.runs, side.summaries, strict=True):
         for question in varied_numbers(run, summary.rows, summary.cells):
             if (question.load, question.axis, question.others) == key[:3] and key[3] in question.cells:
                 of_run = _speeds(question, speed, key[3])
                 drafts |= of_run.drafts
+                limited.update(of_run.limited)
                 for level, values in of_run.at.items():
                     at.setdefault(level, []).append(geometric_mean(values))
                     lengths.setdefault(level, []).extend(of_run.lengths.get(level, []))
-    return Speeds(side.name, at, drafts, lengths)
+    return Speeds(side.name, at, drafts, lengths, limited)
 
 
 def _answer(run: Run, question: SweepQuestion) -> tuple[Reason, list[Reason]] | None:
@@ -280,7 +293,8 @@ def _speeds(question: SweepQuestion, speed: Speed, server: str) -> Speeds:
         level: [numbers.output_tokens / numbers.succeeded for numbers in map(_numbers, cells) if numbers.output_tokens]
         for level, cells in question.cells[server].items()
     }
-    return Speeds(server, _runs(question, speed, server), drafts(question, server), lengths)
+    limited = question.limited.get(speed.id, {}).get(server, [])
+    return Speeds(server, _runs(question, speed, server), drafts(question, server), lengths, limited)
 
 
 def _numbers(cell: CellSummary) -> Numbers:
@@ -378,17 +392,23 @@ def _ranges(question: SweepQuestion, server: str) -> list[Reason]:
 
 
 def _limited(question: SweepQuestion) -> list[Reason]:
-    """Where the load generator, and not the server, may have made the times."""
-    at = partial(_level_text, AXES[question.axis])
-    return [
-        because(
-            "client_limited",
-            f"Warning: the load generator was the limit with {server} at {at(level)}: these times are partly its own",
-            side=server,
-            level=level,
-        )
-        for server, level in question.limited[-1:]
-    ]
+    """Where the load generator, and not the server, may have made the times that are compared."""
+    axis = AXES[question.axis]
+    is_mixed = len({drafts(question, server) for server in question.cells}) > 1
+    levels: dict[str, set[int]] = {}
+    for speed in axis.all_speeds if is_mixed else axis.speeds:
+        for server, at in question.limited.get(speed.id, {}).items():
+            levels.setdefault(server, set()).update(at)
+    return [_limited_at(axis, server, levels[server]) for server in question.cells if server in levels]
+
+
+def _limited_at(axis: Axis, side: str, levels: Collection[int]) -> Reason:
+    """The warning about one side, at all levels that the load generator limited."""
+    *others, last = sorted(levels)
+    numbers = f"{', '.join(_number_text(axis, level) for level in others)} and {_number_text(axis, last)}"
+    at = axis.at.format(numbers) if others else _level_text(axis, last)
+    text = f"Warning: the load generator was the limit with {side} at {at}: these times are partly its own"
+    return because("client_limited", text, side=side, levels=sorted(levels))
 
 
 def _uncached(question: SweepQuestion) -> list[Reason]:

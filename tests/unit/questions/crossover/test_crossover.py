@@ -4,11 +4,13 @@ import itertools
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
+from harness.base.reason import Reason
 from harness.base.units import NOTHING
 from harness.engines import find_engine
 from harness.numbers.comparison import MARGIN
@@ -17,7 +19,7 @@ from harness.questions.capacity.decide import find_crossing
 from harness.questions.compare.page import comparison_answer
 from harness.questions.compare.sides import compare_runs
 from harness.questions.crossover.chart import crossover_charts
-from harness.questions.crossover.decide import DEPTH, FEW_CACHED, setting_answers
+from harness.questions.crossover.decide import DEPTH, FEW_CACHED, Side, setting_answers, speculation_answers
 from harness.questions.crossover.page import speculation_tables
 from harness.questions.joint import analyse
 from harness.questions.report.headline import run_answer
@@ -317,11 +319,44 @@ def test_a_server_without_a_cache_is_named(tmp_path: Path) -> None:
 def test_a_load_generator_that_was_the_limit_is_named_in_the_answer(tmp_path: Path, wording: Wording) -> None:
     run, summary = made(tmp_path)
     assert "Warning" not in run_answer(summary, run)
-    rows = [replace(row, client_limited=["tpot"] if "8192" in row.load else []) for row in summary.rows]
+    limits = {"steep": ("8192",), "flat": ("1024", "8192")}
+    rows = [
+        replace(row, client_limited=["tpot"] if row.load.endswith(limits[row.server]) else []) for row in summary.rows
+    ]
     (answer,) = setting_answers(run, rows, summary.cells)
-    limited = [part for part in answer.values["parts"] if set(part) == {"side", "level"}]
-    assert limited == [{"side": "flat", "level": 8192}]
+    assert limited(answer) == [{"side": "steep", "levels": [8192]}, {"side": "flat", "levels": [1024, 8192]}]
     wording(answer.text)
+    rows = [replace(row, client_limited=["e2e"]) for row in summary.rows]
+    (answer,) = setting_answers(run, rows, summary.cells)
+    assert limited(answer) == [], "without speculation no whole turns are compared"
+
+
+def limited(answer: Reason) -> list[dict[str, Any]]:
+    """The warnings in an answer that the load generator was the limit."""
+    return [part for part in answer.values["parts"] if set(part) == {"side", "levels"}]
+
+
+@pytest.mark.parametrize("field", ["e2e", "tpot", "ttft"])
+def test_a_limited_turn_of_speculation_is_named_in_the_answer(tmp_path: Path, field: str) -> None:
+    run, summary = made(tmp_path, TURNS.replace("KINDS", "structured"), engines=TAXED)
+    rows = [replace(row, client_limited=[field] if row.load.endswith("32768") else []) for row in summary.rows]
+    (answer,) = setting_answers(run, rows, summary.cells)
+    assert limited(answer) == [{"side": server, "levels": [32768]} for server in ("plain", "drafts")]
+    assert "Warning" not in setting_answers(run, summary.rows, summary.cells)[0].text
+
+
+def test_a_comparison_of_runs_names_where_the_load_generator_was_the_limit(tmp_path: Path, wording: Wording) -> None:
+    text = TURNS.replace("plain: {template: vllm-cpu}, drafts", "running").replace("KINDS", "code, structured")
+    sides = []
+    for name, engine in (("without", "plain"), ("with", "drafts")):
+        run, summary = made(tmp_path, text, engines={"running": TAXED[engine]}, name=name)
+        ends = {"without": ("8192", "32768"), "with": ()}[name]
+        rows = [replace(row, client_limited=["e2e"] if row.load.endswith(ends) else []) for row in summary.rows]
+        sides.append(Side(name, [run], [replace(summary, rows=rows)]))
+    answers = speculation_answers(sides[0], sides[1:])
+    warnings = [answer for answer in answers if answer.code == "client_limited"]
+    assert [warning.values for warning in warnings] == [{"side": "without", "levels": [8192, 32768]}] * 2
+    wording([warning.text for warning in warnings])
 
 
 def test_one_server_and_one_repeat(tmp_path: Path) -> None:
