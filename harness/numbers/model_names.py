@@ -11,6 +11,7 @@ from harness.numbers.validity import Evidence, name_counts
 from harness.records.manifest import ServedBy
 from harness.scenario import model_at
 
+MIN_PART = 3  # characters of a name that is found inside a word of another
 # Settings that servers report with a name of the model.
 _NAMED_BY = ("model", "model_path", "served_model_name", "checkpoint")
 _FILE = re.compile(r"[/~]|\.{1,2}/|[a-z]:\\|.*\.(?:gguf|bin|safetensors|onnx)$", re.IGNORECASE)
@@ -53,9 +54,11 @@ def may_name(served: ServedBy, asked: str, answered: str) -> bool:
 
 def _are_alike(first: str, other: str) -> bool:
     """Whether one name has the other: Qwen/Qwen3-0.6B-GGUF:Q4_0 that of Qwen3-0.6B-Q4_0."""
-    plain = [_plain(name) for name in (first, other)]
     bases = [_plain(re.split(r"[/\\]", name)[-1]) for name in (first, other)]
-    return bases[0] in plain[1] or bases[1] in plain[0]
+    return any(
+        base in (_plain(name) if len(base) >= MIN_PART else map(_plain, re.split(r"[^a-z0-9]", name.lower())))
+        for base, name in zip(bases, (other, first), strict=True)
+    )
 
 
 def _plain(name: str) -> str:

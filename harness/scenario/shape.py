@@ -4,6 +4,7 @@ msgspec decodes. It stops at the first error, so jsonschema finds all errors, by
 type.
 """
 
+import datetime
 import math
 import re
 from collections import defaultdict
@@ -30,6 +31,7 @@ _PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,29})")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _QUOTE_ADVICE = "; YAML reads on, off, yes and no so: put the word in quotes"
+_QUOTES = "; YAML reads it so: put it in quotes for a text"
 # Words for JSON Schema's types and bounds.
 _TYPE_NAMES = {
     "object": "a mapping (name: value)",
@@ -138,7 +140,7 @@ def _finite(number: float, path: str, line: int, problems: list[Problem]) -> flo
     if math.isfinite(number):
         return number
     problems.append(Problem(path, f"a finite number is expected, got {number:g}", line))
-    return 1.0  # a number, so that no second problem follows
+    return 1  # a whole number, which any key with a number takes
 
 
 def _refuse_surrogates(node: yaml.Node) -> None:
@@ -175,7 +177,9 @@ def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[Probl
         return msgspec.convert(raw, type_)
     except msgspec.ValidationError as error:
         if mistakes := find_mistakes(raw, type_):
+            known_paths = {problem.path for problem in problems}  # of values that YAML itself gave no meaning
             new_problems = [Problem(path_of(place), text).located(lines) for place, text in mistakes]
+            new_problems = [problem for problem in new_problems if problem.path not in known_paths]
             problems += sorted(new_problems, key=lambda problem: problem.line or 0)
         else:  # only msgspec refuses it
             text, _, path = str(error).partition(" - at ")
@@ -230,6 +234,7 @@ def _mistakes_of(error: "ValidationError", suggest: bool) -> Iterator[tuple[Plac
         text = expected or f"{_words_of(str(error.validator), schema)} is expected"
         words = raw if isinstance(raw, list) else [raw]
         advice = _QUOTE_ADVICE if "text" in text and any(isinstance(word, bool) for word in words) else ""
+        advice = _QUOTES if any(isinstance(word, datetime.date | bytes) for word in words) else advice
         # A value in place of the name of a secret may be the secret.
         yield place, text + ("" if schema.get("writeOnly") else f", got {short_repr(raw)}") + advice
 
@@ -253,5 +258,7 @@ def _words_of(keyword: str, schema: dict[str, Any]) -> str:
 
 
 def short_repr(value: Any) -> str:
-    text = repr(value)
+    if isinstance(value, bytes):
+        return "binary data"
+    text = f"a date ({value.isoformat()})" if isinstance(value, datetime.date) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

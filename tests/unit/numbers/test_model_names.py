@@ -36,6 +36,7 @@ LORA = [{"id": "base", "root": "Qwen/Qwen3-8B"}, {"id": "sql", "root": "/adapter
         ("qwen3", "qwen3:latest", {}, []),  # Ollama
         ("Qwen/Qwen3-0.6B", HF, {}, []),
         ("gpt-4o", "gpt-4o-2024-08-06", {}, []),
+        ("o3", "o3-2025-04-16", {}, []),
     ],
 )
 def test_a_healthy_server_names_its_model(
@@ -49,6 +50,7 @@ def test_a_healthy_server_names_its_model(
     ("asked", "answered", "listed"),
     [
         ("m", "other", []),
+        ("m", "small", []),
         ("large", "x", TWO_NAMES),  # a router that falls back to a smaller one
         ("sql", "base", LORA),  # without the adapter
         ("Qwen/Qwen3-32B", "Qwen/Qwen3-8B", [{"id": "Qwen/Qwen3-32B"}, {"id": "Qwen/Qwen3-8B"}]),

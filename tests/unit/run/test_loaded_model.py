@@ -9,6 +9,7 @@ import pytest
 
 from harness.base.errors import HarnessError
 from harness.base.files import SCENARIOS
+from harness.base.https import open_session
 from harness.load.client import ApiAddress
 from harness.load.load_process import first_model
 from harness.questions.quick.search import model_of, quick_scenario
@@ -163,6 +164,16 @@ def test_a_server_that_does_not_report_it_is_measured_with_its_first_model(
     with listening(double(only, posts)) as url:
         assert user_scenario("chat", Target(url), say=said.append)["model"] == THIRD
     assert len(said) == 1, "there is no other"
+
+
+def test_no_name_with_a_control_character_is_advised() -> None:
+    """No argument of a command can have a NUL, and no scenario the others."""
+    for names, advice in ((["a\0b"], "control characters"), (["abd\0", "abde"], "--model abde"), ([], "--model NAME")):
+        listed = {"/v1/models": {"data": [{"id": name} for name in names]}}
+        with listening(double(listed, [])) as url, open_session(None) as session:
+            with pytest.raises(HarnessError) as caught:
+                probe.find_model(url, "abd", session)
+            assert advice in str(caught.value.next_step) and "$'" not in str(caught.value.next_step)
 
 
 def test_a_shipped_scenario_says_which_loaded_model_it_may_put_out(tmp_path: Path) -> None:

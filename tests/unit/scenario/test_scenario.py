@@ -118,6 +118,9 @@ compare: [{row: a/whol, against: a/who}, {row: a/who, against: a/who}]
         ("repeats: 100000", "$.repeats (line 9): "),
         ("metrics_interval_s: .inf",
          "$.metrics_interval_s (line 9): "),
+        ("repeats: .nan", "$.repeats (line 9): a finite number is expected, got nan"),
+        ("checks: !!binary aaaa", "$.checks (line 9): a list is expected, got binary data; "),
+        ("checks: [2020-01-01]", "$.checks[0] (line 9): a text is expected, got a date (2020-01-01); "),
         ("checks: &a [*a]", "its "),
         (
             "checks: [&a [x, x, x, x, x, x, x, x, x], &b [*a, *a, *a, *a, *a, *a, *a, *a, *a], "
