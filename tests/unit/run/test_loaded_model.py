@@ -166,9 +166,9 @@ def test_a_server_that_does_not_report_it_is_measured_with_its_first_model(
     assert len(said) == 1, "there is no other"
 
 
-def test_no_name_with_a_control_character_is_advised() -> None:
-    """No argument of a command can have a NUL, and no scenario the others."""
-    for names, advice in ((["a\0b"], "control characters"), (["abd\0", "abde"], "--model abde"), ([], "--model NAME")):
+def test_no_name_with_a_nul_is_advised() -> None:
+    """No argument of a command can have one."""
+    for names, advice in ((["a\0b"], "the character NUL"), (["abd\0", "abde"], "--model abde"), ([], "--model NAME")):
         listed = {"/v1/models": {"data": [{"id": name} for name in names]}}
         with listening(double(listed, [])) as url, open_session(None) as session:
             with pytest.raises(HarnessError) as caught:
