@@ -204,9 +204,9 @@ class BlockCutter:
         self._note_begin(requests)
         rows = rows_of(requests)
         carried = formulas.carried_tokens(rows)
-        known = rows.good & ~np.isnan(carried)
-        self._chunks += float(rows.chunks[known].sum())
-        self._carried_tokens += float(carried[known].sum())
+        has_tokens = rows.good & ~np.isnan(carried)
+        self._chunks += float(rows.chunks[has_tokens].sum())
+        self._carried_tokens += float(carried[has_tokens].sum())
         for request, e2e_s in zip(requests, formulas.e2e(rows).tolist(), strict=True):
             self._recorded.add(request.id)
             if not math.isnan(e2e_s):
@@ -322,10 +322,10 @@ class BlockCutter:
         rows = rows_of(requests)
         rows = rows.where(rows.good | rows.error.is_in(*CUT))
         shares = token_shares_between(rows, begin_s, end_s, lambda places: (requests[at] for at in places))
-        known = ~np.isnan(rows.output_tokens)
-        cut_chunks = float((rows.chunks * shares)[~known].sum())
+        is_counted = ~np.isnan(rows.output_tokens)
+        cut_chunks = float((rows.chunks * shares)[~is_counted].sum())
         cut = cut_chunks * self._carried_tokens / self._chunks if self._chunks else 0.0
-        return float((rows.output_tokens * shares)[known].sum()) + cut
+        return float((rows.output_tokens * shares)[is_counted].sum()) + cut
 
 
 def _mean(values: Collection[float]) -> float | None:

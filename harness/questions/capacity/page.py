@@ -271,11 +271,11 @@ def probe_grid(report: CapacityReport, rows: Sequence[Sequence[str]]) -> Grid:
 def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredProbe) -> list[str]:
     """A row of the table of probes."""
     counts = dict(zip(report.slos_of(server), probe.counts, strict=False))
-    known = [counts.get(slo, (0, 0)) for slo in report.all_slos]
+    shares = [counts.get(slo, (0, 0)) for slo in report.all_slos]
     return [
         *([server.server] if len(report.servers) > 1 else []),
         format_level(report, probe.level),
-        *(f"{100 * met / decided:.1f} % of {decided:,}" if decided else NOTHING for met, decided in known),
+        *(f"{100 * met / decided:.1f} % of {decided:,}" if decided else NOTHING for met, decided in shares),
         f"{probe.answers:,}",
         duration(probe.seconds),
         NOTHING if probe.answer_s is None else f"{figures(probe.answer_s)} s",

@@ -954,7 +954,7 @@ def test_a_setting_has_the_key_that_the_scenario_file_has(
     swept = Sweep(
         servers={"a": SweepRow(of="vllm", settings=eight)}, loads={"people-8": SweepRow(of="people", settings={})}
     )
-    cause, loads = CAUSES["load_generator"], {load_name: batch(8)}
+    cause, loads = CAUSES["load_generator"], {load_name: replace(batch(8), users=2)}
     setup = replace(cause.setup, startup=VLLM)
     run = write_engine_run(folder, {"a": setup}, loads, template="vllm-rocm", measured=cause.more["measured"])
     write_run(folder, replace(run, scenario=replace(run.scenario, swept=swept, mixes=mixes)))
