@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from harness.base import process
 from harness.base.errors import HarnessError
 from harness.base.redact import masked, printable
+from harness.base.units import count, verb
 from harness.machine.remote_facts import MAX_GPUS, SampleCheck, check_machine
 from harness.machine.ssh_address import SshAddress, connection_advice, parse_address
 from harness.machine.telemetry import MAX_KERNEL_LINES
@@ -59,6 +60,8 @@ _MAX_TEXT = 400  # characters of a line of the kernel log
 _MAX_ERRORS = 4096  # bytes of what ssh prints
 _NODE = re.compile(r"renderD\d{1,5}")
 _MAX_LOSSES = 100  # that run.json has
+_MAX_QUOTED = 120  # characters of a line that is no telemetry
+_START_KIND = re.compile(rb'"kind"\s*:\s*"start"')
 
 
 class ClockPair(NamedTuple):
@@ -79,6 +82,25 @@ class _CellTime(NamedTuple):
     end_s: float = math.inf
 
 
+class _RejectedLines:
+    """Lines that are no valid telemetry: their number, and the first of them as text that can be printed."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.first = ""
+
+    def add(self, line: bytes) -> None:
+        self.number += 1
+        self.first = self.first or _quotable(line)
+
+    def sentence(self) -> str:
+        """How many lines came, and the first; empty: none came."""
+        if not self.number:
+            return ""
+        came = f"{count(self.number, 'line')} came that {verb(self.number, 'is', 'are')} no valid telemetry"
+        return f"{came}; the first: '{self.first}'"
+
+
 class _OtherMachineError(HarnessError):
     """Another machine answers than at the start."""
 
@@ -95,6 +117,7 @@ class RemoteTelemetry:
         self.last_failure: str | None = None
         self.report: Callable[[str], None] = lambda text: None
         self._losses: list[ConnectionLoss] = []
+        self._rejected = _RejectedLines()
         self._started_s = time.monotonic()
         self._cells: list[_CellTime] = []
         self._check = SampleCheck()
@@ -114,7 +137,7 @@ class RemoteTelemetry:
     def start(self) -> RemoteMachine:
         """Connect, and return what the other machine is. Raises HarnessError when it does not send telemetry."""
         try:
-            self._session = session = _SshRun(self.address, self._keep)
+            self._session = session = _SshRun(self.address, self._keep, self._reject)
         except OSError as error:
             what = f"--telemetry: ssh cannot be started ({error.strerror})"
             raise HarnessError(what, next_step="Install the package openssh-client.") from None
@@ -207,6 +230,18 @@ class RemoteTelemetry:
         with self._lock:
             return [f"samples.{path}" for path in self._check.dropped]
 
+    def rejected(self) -> tuple[int, str]:
+        """How many lines came after the start that are no valid telemetry, and the first of them, shortened."""
+        with self._lock:
+            return self._rejected.number, self._rejected.first
+
+    def _reject(self, line: bytes) -> None:
+        with self._lock:
+            self._rejected.add(line)
+            is_first = self._rejected.number == 1
+        if is_first:
+            self.report(f"--telemetry: {self.address.host}: {self._rejected.sentence()}. It is left out")
+
     def losses(self) -> list[ConnectionLoss]:
         """The times without a connection until now."""
         with self._lock:
@@ -252,7 +287,7 @@ class RemoteTelemetry:
         try:
             options = () if self._sequence is None else ("--kernel-after", f"{self._sequence}")
             line_age_s = _MAX_AGE_S + max(0.0, time.time() - self._log_until_s)
-            session = _SshRun(self.address, self._keep, options, line_age_s)
+            session = _SshRun(self.address, self._keep, self._reject, options, line_age_s)
             with self._lock:
                 self._session = session  # `close` ends it, also while it connects
             if not self._stop.is_set():
@@ -338,12 +373,15 @@ class _SshRun:
         self,
         address: SshAddress,
         keep: Callable[[TelemetrySample], None],
+        reject: Callable[[bytes], None],
         options: Sequence[str] = (),
         line_age_s: float = _MAX_AGE_S,
     ) -> None:
         self.kernel_sequence: int | None = None  # of the newest record of the kernel log that came
         self._address = address
         self._keep = keep
+        self._reject = reject
+        self._before_start = _RejectedLines()
         self._line_age_s = line_age_s
         self._early: list[StreamSample] = []
         self._start: StartRecord | None = None
@@ -477,6 +515,12 @@ class _SshRun:
             return HarnessError(
                 f"--telemetry: no connection to {host}: {said or 'no reason was given'}", next_step=advice
             )
+        came = self._before_start.sentence()
+        if code is None and came:
+            return HarnessError(
+                f"--telemetry: no start of telemetry from {host} within {START_S:g} s: {came}",
+                next_step=f"Try it: {words}",
+            )
         if code is None:
             return HarnessError(
                 f"--telemetry: no answer from {host} within {START_S:g} s", next_step=f"Try it: {words}"
@@ -484,7 +528,7 @@ class _SshRun:
         name = shlex.join(self._address.command)
         if code == 0:
             what = f"--telemetry: the command on {host} ended and sent no telemetry: {name}"
-            return HarnessError(what, next_step=f"Check that it starts the harness. Try it: {words}")
+            return HarnessError(what, detail=came, next_step=f"Check that it starts the harness. Try it: {words}")
         what = f"--telemetry: {host} has no usable command (exit code {code}{f': {said}' if said else ''}): {name}"
         step = f"Install the harness there, or name it: {self._address.with_command('/path/to/harness')}"
         return HarnessError(what, next_step=step)
@@ -511,6 +555,9 @@ class _SshRun:
                     continue
                 bad_bytes += MAX_LINE_BYTES if line is None else len(line) + 1
                 banner_lines += self._start is None
+                if line is not None and self._start is None and _START_KIND.search(line):
+                    self._why = f"its start line is no valid telemetry: '{_quotable(line)}'"
+                    break
                 if bad_bytes > MAX_BAD_BYTES or banner_lines > _MAX_BANNER_LINES:
                     self._why = "its output is something else"
                     break
@@ -528,6 +575,7 @@ class _SshRun:
         try:
             record = _DECODER.decode(line)
         except (msgspec.DecodeError, RecursionError):  # also wrong types, NaN, and numbers out of range
+            self._note_rejected(line)
             return False
         if isinstance(record, StartRecord):
             with self._changed:
@@ -543,7 +591,17 @@ class _SshRun:
             self._early = [*self._early, record][:_MAX_EARLY]
             return True
         early, self._early = self._early, []
-        return [self._keep_sample(sample, clock) for sample in (*early, record)][-1]
+        is_kept = [self._keep_sample(sample, clock) for sample in (*early, record)][-1]
+        if not (is_kept and all(map(_NODE.fullmatch, record.gpus))):
+            self._note_rejected(line)
+        return is_kept
+
+    def _note_rejected(self, line: bytes) -> None:
+        """Count a line that is no telemetry: after the start for the run, before it for the error of a start."""
+        if self._start is None:
+            self._before_start.add(line)
+        else:
+            self._reject(line)
 
     def _keep_sample(self, record: StreamSample, clock: ClockPair) -> bool:
         """Keep a sample. Return whether it can be from the last minutes."""
@@ -567,6 +625,13 @@ class _SshRun:
 
 
 _DECODER = msgspec.json.Decoder(StreamRecord)
+
+
+def _quotable(line: bytes) -> str:
+    """Return the begin of a line with its secrets masked and its control characters escaped."""
+    text = masked(line[: 10 * _MAX_QUOTED].decode("utf-8", "backslashreplace").strip())
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return shown if len(shown) <= _MAX_QUOTED else f"{shown[:_MAX_QUOTED]}..."
 
 
 def bounded_lines(stream: IO[bytes]) -> Iterator[bytes | None]:

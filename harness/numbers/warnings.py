@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from harness.base.process import is_loopback
 from harness.base.reason import Reason, because, sentence
-from harness.base.units import count, date_time, duration, figures, milliseconds, percent
+from harness.base.units import count, date_time, duration, figures, milliseconds, percent, verb
 from harness.failures.diagnosis import scan_text
 from harness.numbers import formulas
 from harness.numbers.load_generator import Limited, read_clock_answers
@@ -346,7 +346,8 @@ def telemetry_notes(
         lost = sum(cell.machine_load is None for cell in measured)
         if lost and not is_damaged:
             cells_text = f"{lost:,} of {count(len(measured), 'cell')}"
-            text = f"no telemetry came from the server's machine {run.remote.machine.name} in the measured time of "
+            text = f"no {'valid ' if run.remote.rejected else ''}telemetry came from the server's machine "
+            text += f"{run.remote.machine.name} in the measured time of "
             text += f"{cells_text}: heat and energy are not known there"
             yield because("telemetry_lost", text, machine=run.remote.machine.name, cells=lost, of=len(measured))
         return
@@ -384,6 +385,12 @@ def _remote_machine_notes(remote: RemoteMachine) -> Iterator[Reason]:
             "telemetry_connection_lost", text, host=first.host, after_s=first.after_s, reason=first.reason, times=times,
             lost_s=gone_s if is_back else None,
         )  # fmt: skip
+    if remote.rejected:
+        text = f"{count(remote.rejected, 'line')} came from the machine {remote.machine.name} that "
+        text += f"{verb(remote.rejected, 'is', 'are')} no valid telemetry; the first: '{remote.first_rejected}'"
+        yield because(
+            "telemetry_rejected", text, machine=remote.machine.name, lines=remote.rejected, first=remote.first_rejected
+        )
     if remote.dropped:
         text = f"the machine {remote.machine.name} sent facts or samples that cannot be, which count as not known: "
         text += f"{', '.join(remote.dropped)}"

@@ -242,6 +242,8 @@ class RemoteMachine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     error_s: float  # of the offset, and of the samples' times: at most so much, either way
     dropped: list[str] = []  # facts of `machine`, and values of its samples, that cannot be, by their path
     losses: list[ConnectionLoss] = []
+    rejected: int = 0  # lines that came after the start and are no valid telemetry
+    first_rejected: str = ""  # the first of them, shortened
 
 
 class RowOrigin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

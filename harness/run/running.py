@@ -77,6 +77,7 @@ class RunFile:
         self.manifest = manifest
         self._remote = remote
         self._earlier_losses = [] if manifest.remote is None else manifest.remote.losses  # of a resumed run
+        self._earlier_rejected = 0 if manifest.remote is None else manifest.remote.rejected
         self.on_end = on_end
         self.make_reference = make_reference
 
@@ -93,7 +94,14 @@ class RunFile:
         if self._remote is not None and self.manifest.remote is not None:
             losses = [*self._earlier_losses, *self._remote.losses()]
             dropped = dict.fromkeys([*self.manifest.remote.dropped, *self._remote.impossible()])
-            more["remote"] = replace(self.manifest.remote, losses=losses, dropped=[*dropped])
+            rejected, first = self._remote.rejected()
+            more["remote"] = replace(
+                self.manifest.remote,
+                losses=losses,
+                dropped=[*dropped],
+                rejected=self._earlier_rejected + rejected,
+                first_rejected=self.manifest.remote.first_rejected or first,
+            )
         self.manifest = replace(
             self.manifest,
             cells=[cell for name, cell in by_id.items() if only is None or name in only],

@@ -66,7 +66,7 @@ _REASONS = 4  # why a run is INVALID: so many are not folded
 _SHOWN = (
     "setting_failed", "host_access", "answers_cut", "answers_guessed", "answers_wrong", "telemetry_elsewhere",
     "telemetry_lost", "telemetry_connection_lost", "telemetry_other_machine", "kernel_event",
-    "unreadable_samples",
+    "unreadable_samples", "telemetry_rejected",
 )  # fmt: skip
 
 

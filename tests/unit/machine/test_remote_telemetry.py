@@ -349,6 +349,7 @@ def failure() -> HarnessError:
         "sys.exit(0)",
         "[print('Welcome') for _ in range(60)]; sys.stdout.flush(); time.sleep(600)",
         "os.write(1, b'\\xff' * 100); sys.exit(3)",
+        'print(\'\\x1b[31mHi\'); print(\'{"kind":"start","wall_s":NaN}\', flush=True); time.sleep(600)',
     ],
 )
 def test_a_start_that_fails_says_what_to_do(ssh: Callable[[str], None], code: str, wording: Wording) -> None:
@@ -361,6 +362,8 @@ def test_a_start_that_stalls_ends(
 ) -> None:
     monkeypatch.setattr(remote_telemetry, "START_S", 0.5)
     ssh("time.sleep(600)")
+    wording(failure(), **{"START": "0.5"})
+    ssh("print('{}', flush=True); time.sleep(600)")
     wording(failure(), **{"START": "0.5"})
 
 
@@ -384,6 +387,41 @@ def test_a_flood_of_good_lines_ends_the_connection(ssh: Callable[[str], None], t
     until(lambda: remote.last_failure)
     remote.close()
     assert remote.last_failure == "it sends too much"
+
+
+REJECTED = """
+print({start!r}, flush=True)
+for number in range(1, 6):
+    sys.stdin.readline()
+    print('{{"kind":"pong","number":%d,"wall_s":1.0,"monotonic_s":%f}}' % (number, time.monotonic()), flush=True)
+    print('{{"kind":"pong","number":%d,"wall_s":1.0,"monotonic_s":%f}}' % (number, time.monotonic()), flush=True)
+for gpus in {gpus!r}:
+    print('{{"kind":"sample","wall_s":1.0,"monotonic_s":%f,"gpus":%s}}' % (time.monotonic(), gpus), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "lines"),
+    [
+        (["{}", '{"renderD128":{"power_w":5}}'], 0),  # nor is a second answer to a ping counted
+        (['{"renderD128":{"power_w":1e999}}', '{"renderD128":"\x1b[2Jhf_0123456789abcdefghij"}', "{}"], 2),
+        (["{}", '{"../../x":{"power_w":5}}'], 1),
+        (["{}", '{"renderD128":{"power_w":NaN}}' + " " * 500], 1),
+    ],
+)
+def test_lines_that_are_rejected_are_counted(ssh: Callable[[str], None], gpus: list[str], lines: int) -> None:
+    ssh(REJECTED.format(start=msgspec.json.encode(START).decode(), gpus=gpus))
+    remote = RemoteTelemetry(parse_address("ssh://gpu-box"))
+    reports: list[str] = []
+    remote.report = reports.append
+    remote.start()
+    until(lambda: remote.rejected()[0] == lines and remote._newest_s > 0)
+    remote.close()
+    number, first = remote.rejected()
+    assert (number, len(reports)) == (lines, min(lines, 1))
+    assert first.isprintable() and len(first) < 130 and "hf_0" not in first
+    assert all(first in report and "\x1b" not in report for report in reports)
 
 
 def test_another_version_of_the_stream_is_refused(ssh: Callable[[str], None], wording: Wording) -> None:

@@ -1,9 +1,13 @@
 """What samples of a machine say of a cell and a row: energy, means, time held back."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+from msgspec.structs import replace
+
+from harness.numbers.summarize import summarize
 from harness.numbers.warnings import other_machine_note
-from harness.records.manifest import Machine, RemoteMachine
+from harness.records.manifest import Machine, RemoteMachine, write_run
 from harness.records.samples import (
     GpuSample,
     MachineLoad,
@@ -13,7 +17,7 @@ from harness.records.samples import (
     machine_load,
     median_load,
 )
-from tests.support.made_runs import telemetry_of
+from tests.support.made_runs import telemetry_of, write_made_run
 from tests.support.wording import Wording
 
 
@@ -36,6 +40,17 @@ def test_telemetry_of_another_machine_than_the_address(
     assert (note is not None) == is_noted
     if note is not None:
         wording(note)
+
+
+def test_rejected_lines_are_no_missing_telemetry(tmp_path: Path, wording: Wording) -> None:
+    run = write_made_run(tmp_path / "run")
+    remote = RemoteMachine(machine=Machine(name="mi-box"), harness="1", offset_s=0.0, error_s=0.0)
+    for sent in (remote, replace(remote, rejected=8, first_rejected='{"kind":"sample","wall_s":NaN}')):
+        write_run(tmp_path / "run", replace(run, remote=sent))
+        notes = [note for note in summarize(tmp_path / "run").notes if note.code.startswith("telemetry_")]
+        assert [note.code for note in notes] == [*(["telemetry_rejected"] if sent.rejected else []), "telemetry_lost"]
+        for note in notes:
+            wording(note)
 
 
 def test_the_integral() -> None:
