@@ -53,7 +53,7 @@ class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     format_version: int = INPUTS_VERSION
     scenario: str  # path of the scenario file; prompt files, traces and locustfiles are relative to its folder
     files: dict[str, str] = {}  # digest of each file that the scenario names, by its path there
-    options: dict[str, str] = {}  # WORK_OPTIONS as they were given
+    options: dict[str, str] = {}  # WORK_OPTIONS and REPORT_OPTIONS as they were given
     url: str | None = None  # of a running server
     metrics_url: str | None = None
     telemetry: str | None = None  # of the server's machine
