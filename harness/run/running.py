@@ -253,7 +253,7 @@ def report_telemetry(
     connection: RemoteTelemetry, experiment: Experiment, own_name: str, remote: RemoteMachine, progress: Progress
 ) -> None:
     """Print from now on what becomes of a connection, and whether its machine may not be the server's."""
-    connection.report = progress.line
+    connection.report_to(progress.line)
     target = experiment.target
     if target is not None and (note := other_machine_note(target.url, own_name, remote)) is not None:
         progress.line(f"--telemetry: {note.text}")
