@@ -16,6 +16,7 @@ from harness.base.command_line import command_line
 from harness.base.errors import ExitCode, HarnessError
 from harness.base.units import read_duration
 from harness.cli import common as cli
+from harness.cli.report_options import ReportOptions
 
 if TYPE_CHECKING:
     from harness.numbers.summary import Reference
@@ -106,30 +107,33 @@ def run(
 
     budget_s = None if budget is None else read_duration("--budget", budget)
     every_s = 0.0 if every is None else read_duration("--every", every)
-    against = None if baseline is None else _reference_maker(baseline, about, runs, results)
-    target, share = cli.make_target(url, metrics_url, ca, telemetry), cli.read_tolerance(tolerance)
-    xml = None if junit is None else cli.JunitFile(junit)
-    report = partial(_report_run, share, xml, markdown, provisional=provisional, explain=explain)
+    target = cli.make_target(url, metrics_url, ca, telemetry)
+    options = ReportOptions(tolerance, provisional, baseline, about, junit, markdown)
     if resume is not None:
-        report(_resume(cli.find_run(resume, runs), target, budget_s, against, xml))
+        _resume(cli.find_run(resume, runs), target, budget_s, options, runs, results, explain=explain)
         return
+    xml, against, share = options.junit_file(), _reference_maker(options, runs, results), options.share
+    report = partial(_report_run, options, xml, explain=explain)
     say, duration_s = cli.make_progress().line, None if duration is None else read_duration("--duration", duration)
     make = partial(quick_scenario, model=model, key_name=api_key_env, say=say)
     with running_server.scenario_path(scenario, target, QUICK, make) as path:
         more = (repeats, checks or [], duration_s, experiments.Recording(trace, slice_))
         experiment = running_server.prepare_for(path, target, model, say, *more)
         experiment = experiment if workers is None else experiments.with_workers(experiment, workers, bind)
+        experiment = replace(experiment, options=experiment.options | options.kept(runs, is_series=times > 1))
         _print_notes(experiment.scenario, say)
         _check_gate(experiment.scenario, share, times, is_given=scenario is not None, is_gate=bool(xml or against))
         _measure_times(partial(_measure, experiment, runs, budget_s, against, xml), report, times, every_s, runs)
 
 
-def _reference_maker(baseline: Path, about: str | None, runs: Path, results: Path) -> "Callable[..., Reference]":
+def _reference_maker(options: ReportOptions, runs: Path, results: Path) -> "Callable[..., Reference] | None":
     """Return what makes the baseline of checks for a run. Raises HarnessError where there is no such run."""
     from harness.questions.compare.sides import make_reference
 
-    base = cli.find_baseline(baseline, runs)
-    return partial(make_reference, base, about=about, runs=runs, results=results)
+    if options.baseline is None:
+        return None
+    base = cli.find_baseline(options.baseline, runs)
+    return partial(make_reference, base, about=options.about, runs=runs, results=results)
 
 
 def _measure_times(
@@ -169,25 +173,24 @@ def _resume(
     folder: Path,
     target: "Target | None",
     budget_s: float | None,
-    against: "Callable[..., Reference] | None",
-    junit: cli.JunitFile | None,
-) -> Path:
-    """Measure what is missing of a run and return its folder."""
+    given: ReportOptions,
+    runs: Path,
+    results: Path,
+    *,
+    explain: bool,
+) -> None:
+    """Measure what is missing of a run, and report it with the options of its first start and those `given`."""
     from harness.questions.bisect.record import bisect_command
     from harness.questions.tune.record import search_command
     from harness.records.manifest import read_run
     from harness.run.resume import resume
 
-    with cli.junit_until_finished(junit, read_run(folder).scenario_name):
-        resume(
-            folder,
-            cli.make_progress(),
-            target,
-            budget_s,
-            against,
-            search_command=search_command(folder) or bisect_command(folder),
-        )
-    return folder
+    options, changes = given.with_earlier(folder, cli.console().print), given.kept(runs)
+    xml, against = options.junit_file(), _reference_maker(options, runs, results)
+    search = search_command(folder) or bisect_command(folder)
+    with cli.junit_until_finished(xml, read_run(folder).scenario_name):
+        resume(folder, cli.make_progress(), target, budget_s, against, search_command=search, options=changes)
+    _report_run(options, xml, folder, explain=explain)
 
 
 def _check_gate(scenario: "Scenario", tolerance: float | None, times: int, *, is_given: bool, is_gate: bool) -> None:
@@ -211,15 +214,7 @@ def _print_notes(scenario: "Scenario", say: "Callable[[str], None]") -> None:
         say(f"note: {note}")
 
 
-def _report_run(
-    tolerance: float | None,
-    junit: cli.JunitFile | None,
-    markdown: Path | None,
-    folder: Path,
-    *,
-    provisional: bool,
-    explain: bool,
-) -> None:
+def _report_run(options: ReportOptions, junit: cli.JunitFile | None, folder: Path, *, explain: bool) -> None:
     """Print the report of a run, write the files that were asked for, and exit with its code."""
     from harness.numbers.summarize import read_summary
     from harness.questions.report import junit_cases
@@ -229,12 +224,12 @@ def _report_run(
     from harness.report.markdown import render
 
     manifest = read_run(folder)
-    summary = decided(read_summary(folder), tolerance, provisional=provisional)
+    summary = decided(read_summary(folder), options.share, provisional=options.provisional)
     print_report(summary, manifest, folder, cli.console(), explain=explain)
     if junit is not None:
         junit.write(junit_cases.render(summary, manifest))
-    if markdown is not None:
-        cli.append_markdown(markdown, f"{render(report_page(summary, manifest, folder)).rstrip()}\n\n")
+    if options.markdown is not None:
+        cli.append_markdown(options.markdown, f"{render(report_page(summary, manifest, folder)).rstrip()}\n\n")
     cli.exit_after_run(summary)
 
 

@@ -240,7 +240,16 @@ class RemoteTelemetry:
             self._rejected.add(line)
             is_first = self._rejected.number == 1
         if is_first:
-            self.report(f"--telemetry: {self.address.host}: {self._rejected.sentence()}. It is left out")
+            self._report_rejected()
+
+    def _report_rejected(self) -> None:
+        self.report(f"--telemetry: {self.address.host}: {self._rejected.sentence()}. What is not valid is left out")
+
+    def report_to(self, report: Callable[[str], None]) -> None:
+        """Call `report` from now on, and with what came since the start."""
+        self.report = report
+        if self.rejected()[0]:
+            self._report_rejected()
 
     def losses(self) -> list[ConnectionLoss]:
         """The times without a connection until now."""
@@ -517,8 +526,10 @@ class _SshRun:
             )
         came = self._before_start.sentence()
         if code is None and came:
-            what = f"--telemetry: no start of telemetry from {host} within {START_S:g} s: {came}"
-            return HarnessError(what, next_step=f"Try it: {words}")
+            return HarnessError(
+                f"--telemetry: no start of telemetry from {host} within {START_S:g} s: {came}",
+                next_step=f"Try it: {words}",
+            )
         if code is None:
             what = f"--telemetry: no answer from {host} within {START_S:g} s"
             return HarnessError(what, next_step=f"Try it: {words}")

@@ -24,6 +24,8 @@ PACKED = "requests.jsonl.gz"  # as `harness results add --records` files them
 RESERVE = "reserve"  # a file in the run directory during the run
 INPUTS = "inputs.json"  # the files that a run was made of: only here, so that what is shared has no paths
 WORK_OPTIONS = ("--duration", "--trace", "--slice")  # they change the work, so the same run again needs them
+# They change the exit code, or name files of the report: a resumed run has them, too.
+REPORT_OPTIONS = ("--tolerance", "--provisional", "--baseline", "--about", "--junit", "--markdown")
 RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
 FULL_BYTES = 2**16
 SERVER_OPTIONS = {"--metrics-url": "metrics_url", "--ca": "ca", "--telemetry": "telemetry"}  # by option the key
@@ -46,8 +48,17 @@ def read_inputs(folder: Path) -> dict[str, Any]:
 
 def work_options(inputs: Mapping[str, Any]) -> dict[str, str]:
     """Return the WORK_OPTIONS of a run as they were given, by name."""
+    return _options(inputs, WORK_OPTIONS)
+
+
+def report_options(inputs: Mapping[str, Any]) -> dict[str, str]:
+    """Return the REPORT_OPTIONS of a run as they were given last, by name."""
+    return _options(inputs, REPORT_OPTIONS)
+
+
+def _options(inputs: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
     kept = inputs.get("options")
-    return {name: str(text) for name, text in kept.items() if name in WORK_OPTIONS} if isinstance(kept, dict) else {}
+    return {name: str(text) for name, text in kept.items() if name in names} if isinstance(kept, dict) else {}
 
 
 def server_options(inputs: Mapping[str, Any]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Literal
 from msgspec import Struct
 
 from harness.base.errors import HarnessError
-from harness.base.files import open_output
+from harness.base.files import open_output, read_text
 from harness.base.metrics import METRICS
 from harness.base.reason import evidence
 from harness.numbers.comparison import CheckResult, Comparison, Difference, Verdict
@@ -79,6 +79,18 @@ def write(path: Path, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise HarnessError(f"{path}: the JUnit file cannot be written ({error.strerror})") from None
+
+
+def is_document_of(path: Path, run: str, suite: str) -> bool:
+    """Whether a file has nothing but one run: its report, or an error of a suite of this name, which has no run yet."""
+    try:
+        text = read_text(path, errors="replace")
+    except OSError:
+        return False
+    properties = {"run": run}
+    own = document(suite, [], properties).partition("<properties>")[2].partition("</properties>")[0]
+    failed = error_xml(suite, HarnessError("")).partition("<testcase")[0]
+    return text.count("<testsuite ") == 1 and (own.strip() in text or text.startswith(failed))
 
 
 def difference_properties(sides: Sequence[str], differences: Sequence[Difference]) -> dict[str, str]:

@@ -67,7 +67,7 @@ class Experiment(msgspec.Struct, frozen=True):
     computed: dict[str, Reason] = {}  # how a value `auto` was computed, by its path in the scenario
     workers: Workers | None = None  # on other machines
     files: Path | None = None  # the folder of the scenario's files; None: the folder of `path`
-    options: dict[str, str] = {}  # WORK_OPTIONS as they were given
+    options: dict[str, str] = {}  # WORK_OPTIONS and REPORT_OPTIONS as they were given
     one_of: list[str] = []  # the servers that the scenario compares, where --url measures one server only
 
     @property

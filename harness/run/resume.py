@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import psutil
 from msgspec.structs import replace
 
 from harness.base.errors import HarnessError
-from harness.base.files import read_json
+from harness.base.files import pretty_json, read_json, replace_file
 from harness.base.https import trust_authority
 from harness.base.process import ORPHAN_GRACE_S, orphans_of, owner_labels
 from harness.base.redact import HIDDEN
@@ -57,10 +57,12 @@ def resume(
     make_reference: MakeReference | None = None,
     max_repeats: int = MAX_REPEATS,
     search_command: str | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> Path:
     """Run the cells of a run that are not complete and valid; return its directory.
 
     `search_command`: the command that goes on with it, where the run is one of a search, which has no plan.
+    `options`: REPORT_OPTIONS that apply from now on, also when it is resumed again.
     `target`: another address of the running server. `budget_s`: a time limit, in which further repeats are run, up to
     `max_repeats`. Raises HarnessError when the run cannot be resumed, or when a resumed measurement would differ; else
     as `harness.run.orchestrator.run`.
@@ -71,6 +73,8 @@ def resume(
         inputs = _read_inputs(folder)
         experiment = _recorded_experiment(run, folder, inputs, target)
         _refuse_changes(folder, run, experiment, inputs)
+        if options:
+            replace_file(folder / INPUTS, pretty_json(replace(inputs, options={**inputs.options, **options})))
         _remove_leftovers(run, experiment, progress)
         kept = complete_cells(folder, run)
         remaining = [cell for cell in cells if cell.id not in kept]

@@ -52,7 +52,7 @@ class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     format_version: int = INPUTS_VERSION
     scenario: str  # path of the scenario file; prompt files, traces and locustfiles are relative to its folder
     files: dict[str, str] = {}  # digest of each file that the scenario names, by its path there
-    options: dict[str, str] = {}  # WORK_OPTIONS as they were given
+    options: dict[str, str] = {}  # WORK_OPTIONS and REPORT_OPTIONS as they were given
     url: str | None = None  # of a running server
     metrics_url: str | None = None
     telemetry: str | None = None  # of the server's machine
@@ -252,7 +252,7 @@ def report_telemetry(
     connection: RemoteTelemetry, experiment: Experiment, own_name: str, remote: RemoteMachine, progress: Progress
 ) -> None:
     """Print from now on what becomes of a connection, and whether its machine may not be the server's."""
-    connection.report = progress.line
+    connection.report_to(progress.line)
     target = experiment.target
     if target is not None and (note := other_machine_note(target.url, own_name, remote)) is not None:
         progress.line(f"--telemetry: {note.text}")

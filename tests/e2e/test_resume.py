@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from harness.base.errors import ExitCode
 from harness.numbers.summarize import read_summary
 from harness.numbers.verdicts import ComparedSides, are_apart, decide_verdicts
 from harness.numbers.warnings import number_sessions, session_notes
@@ -25,7 +26,7 @@ from harness.records.records import read_requests
 from harness.run.resume import complete_cells
 from harness.scenario import Server
 from harness.scenario.plan import plan
-from tests.support.command import Done, Going, called, going, harness, only_run, slow_server, until, write
+from tests.support.command import Done, Going, called, going, harness, only_run, server, slow_server, until, write
 from tests.support.faults import fault
 from tests.support.made_runs import scenario, served_by
 from tests.support.nightly import NIGHTLY, draws
@@ -82,6 +83,24 @@ def test_complete_cells_stay_and_the_others_run_again(tmp_path: Path) -> None:
     done = resume(run)
     assert (done.code, len(read_run(run).resumed)) == (0, 1)
     assert " 4 cells" in done.out
+
+
+def test_the_gate_and_the_files_of_the_first_start_still_apply(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"one": slow_server(), "two": server("--step-base-s", "0.1")}, repeats=3)
+    gate = ("--tolerance", "5%", "--junit", "j.xml", "--markdown", "m.md")
+    with going("run", path.name, *gate, "--runs", "runs", cwd=tmp_path) as command:
+        until(lambda: any(read_run(file.parent).ran for file in (tmp_path / "runs").glob("*/run.json")))
+        kill(command)
+    run = only_run(tmp_path / "runs")
+    assert "did not end" in (tmp_path / "j.xml").read_text() and (tmp_path / "m.md").read_text() == ""
+    assert str(tmp_path) not in (run / "run.json").read_text()
+    done = resume(run)
+    assert (done.code, done.err) == (ExitCode.FAILED, "")
+    assert run.name in (tmp_path / "j.xml").read_text() and run.name in (tmp_path / "m.md").read_text()
+    (tmp_path / "j.xml").write_text("of another run")
+    done = resume(run, "--tolerance", "400%")  # which is kept from now on
+    assert (done.code, "--junit" in done.out) == (0, True)
+    assert (resume(run).code, (tmp_path / "j.xml").read_text()) == (0, "of another run")
 
 
 def test_an_invalid_cell_and_its_earlier_attempt_on_a_running_server(tmp_path: Path) -> None:

@@ -422,6 +422,9 @@ def test_lines_that_are_rejected_are_counted(ssh: Callable[[str], None], gpus: l
     assert (number, len(reports)) == (lines, min(lines, 1))
     assert first.isprintable() and len(first) < 130 and "hf_0" not in first
     assert all(first in report and "\x1b" not in report for report in reports)
+    later: list[str] = []
+    remote.report_to(later.append)  # as a run does, once the connection is open
+    assert len(later) == len(reports)
 
 
 def test_another_version_of_the_stream_is_refused(ssh: Callable[[str], None], wording: Wording) -> None:
