@@ -23,18 +23,19 @@ class SameAnswers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     side: str
     baseline: str
     load: str
-    questions: int  # that both answered; 0: a side has no valid cell, and the other numbers say nothing
-    differ: float  # share of the pairs of answers, one of each side, that differ
+    questions: int  # that both answered; 0: a side has no valid cell, and the other numbers are not known
+    differ: float | None = None  # share of the pairs of answers, one of each side, that differ
     noise: tuple[float | None, float | None]  # such a share within the side and within the baseline; None: asked once
     flips: float | None = None  # differ - the mean of the noise: what the other server changes; None: noise not known
     flips_low: float | None = None  # its 95 % interval, as of the following
     flips_high: float | None = None
-    right: tuple[float, float]  # share of right answers of side and baseline
-    lost: float  # questions that only the baseline answers right; one of two answers counts half, as of the following
-    gained: float  # questions that only the side answers right
-    difference: float  # right answers of the side - those of the baseline
-    low: float
-    high: float
+    right: tuple[float | None, float | None]  # share of right answers of side and baseline
+    # Questions that only the baseline answers right; one of two answers counts half, as of the following.
+    lost: float | None = None
+    gained: float | None = None  # questions that only the side answers right
+    difference: float | None = None  # right answers of the side - those of the baseline
+    low: float | None = None
+    high: float | None = None
     cut: float = 0.0  # share of the answers of the side with more of them that max_tokens cut; above 5 %: inconclusive
     word: Literal["same", "worse", "inconclusive"]  # same: at most ANSWER_MARGIN less right answers
     reason: Reason | None = None  # of "inconclusive": why

@@ -134,7 +134,7 @@ def _why_unknown(result: SameAnswers, doubt: Reason | None) -> Reason | None:
     if doubt is not None and (result.word != "worse" or doubt.code == "answers_guessed"):
         return doubt
     differ = result.differ if result.flips is None else result.flips
-    if result.word == "same" and differ > MAX_FLIPS:
+    if result.word == "same" and differ is not None and differ > MAX_FLIPS:
         how = "differ (ask each question twice: their noise is not known)" if result.flips is None else "flip"
         text = f"{percent(differ, 1)} of the answers {how}: another model, or another chat template?"
         return because("answers_flip", text, differ=differ)

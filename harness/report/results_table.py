@@ -307,7 +307,8 @@ _VERDICT_COLUMNS = (
         "Tango’s 95 % interval of the paired difference against 3 points; same: with at least 30 % right on the better "
         "side and at most half of the answers flipped; worse: with a baseline above guessing",
         lambda line: line.answers and CellText(
-            answers_word(line.answers), f"{100 * line.answers.difference:+.1f}" if line.answers.questions else ""
+            answers_word(line.answers),
+            "" if line.answers.difference is None else f"{100 * line.answers.difference:+.1f}",
         ),
         "verdict",
     ),

@@ -81,6 +81,6 @@ def _compare(side: Side, base: Side, names: tuple[str, str], load: str) -> SameA
         return None
     reason = because("answers_not_valid", f"no valid cell to compare ({evidence(left_out)})", cells=left_out)
     return SameAnswers(
-        side=names[0], baseline=names[1], load=load, questions=0, differ=0.0, noise=(None, None), right=(0.0, 0.0),
-        lost=0.0, gained=0.0, difference=0.0, low=-1.0, high=1.0, word="inconclusive", reason=reason, left_out=left_out,
+        side=names[0], baseline=names[1], load=load, questions=0, noise=(None, None), right=(None, None),
+        word="inconclusive", reason=reason, left_out=left_out,
     )  # fmt: skip

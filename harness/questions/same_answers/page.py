@@ -22,8 +22,8 @@ def _percent(share: float | None) -> str:
     return units.NOTHING if share is None else units.percent(share, 1)
 
 
-def _points(share: float) -> str:
-    return f"{100 * share:+.1f}"
+def _points(share: float | None) -> str:
+    return units.NOTHING if share is None else f"{100 * share:+.1f}"
 
 
 def points_text(answers: SameAnswers) -> str:

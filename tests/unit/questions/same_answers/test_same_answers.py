@@ -326,6 +326,7 @@ def test_answers_of_cells_that_are_not_valid_do_not_count(tmp_path: Path, wordin
     assert (verdict.word, verdict.questions, verdict.reason and verdict.reason.code) == (
         "inconclusive", 0, "answers_not_valid",
     )  # fmt: skip
+    assert (verdict.difference, verdict.low, verdict.differ, verdict.right) == (None, None, None, (None, None))
     assert [(reason.code, reason.cell) for reason in verdict.left_out] == [("error_rate", names[0])]
     assert ": same" not in render(run_page(summary, run)) and "skipped" in junit_cases.render(summary, run)
     wording(answers_sentence(verdict))
