@@ -22,7 +22,7 @@ class ReportOptions(Struct, frozen=True):
 
     @property
     def share(self) -> float | None:
-        """The tolerance. Raises HarnessError where it is none."""
+        """The tolerance as a share; None: not given. Raises HarnessError for a wrong one."""
         return cli.read_tolerance(self.tolerance)
 
     def junit_file(self) -> cli.JunitFile | None:

@@ -38,7 +38,7 @@ class SwitchCost(NamedTuple):
     mean_s: float
     low_s: float | None  # None: too few requests for an interval
     high_s: float | None
-    shown: str  # the interval in words, or why there is none
+    shown: str  # the interval in words, or why it has no interval
     repeated: bool
 
 
