@@ -16,6 +16,7 @@ import yaml
 from harness.base.process import free_port
 from harness.numbers.summarize import summarize_data
 from harness.questions.findings.rules import RowFacts
+from harness.records.records import read_requests
 from harness.records.run_data import load
 from tests.real.conftest import Say
 from tests.real.parts import RUN_S, harness, llamacpp, run, run_folder, vllm, write_scenario
@@ -93,6 +94,7 @@ def test_arguments_of_a_server_that_its_owner_starts(tmp_path: Path, say: Say, e
             "serve",
             QWEN3_4M,
             "--served-model-name",
+            "first-name",  # answers have this one
             "tiny",
             "--enforce-eager",
         ]
@@ -108,6 +110,9 @@ def test_arguments_of_a_server_that_its_owner_starts(tmp_path: Path, say: Say, e
     say(text)
     with served([*start, *shlex.split(text)], tmp_path / "second.log") as url:
         row = attached(tmp_path / "after", url, "tiny")
+    records = read_requests(row.data.folder / "requests.jsonl")
+    assert {record.model for record in records} <= {"first-name", "tiny"}, "both are names of the model"
+    assert "other_model" not in [note.code for note in row.summary.notes]
     assert {name: row.setting(name) for name, (_, seen) in known.items() if seen is not None} == {
         name: seen for name, (_, seen) in known.items() if seen is not None
     }
